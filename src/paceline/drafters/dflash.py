@@ -1,0 +1,464 @@
+"""The DFlash block drafter: its config, its module and its strict folder format.
+
+Does not know attention masks, caches, losses or targets: the caller supplies attention and heads.
+
+Source: DFlash, arXiv 2602.06036, section 4 and appendix A.3; folder format as z-lab, vLLM and SGLang
+read it. Shape letters: C context tokens, T block tokens of all rows packed behind one another,
+m taps, F = m * D tapped width, D hidden width, h heads, g key/value heads, e head width, V' draft
+vocabulary. Nothing here has a batch dimension.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`attend(layer, q [T, h, e], k [T, g, e], v [T, g, e]) -> [T, h, e]`; q and k are normed and rotated.
+
+The caller adds the context keys and values of the layer and applies visibility: a block token sees
+the context strictly before its anchor and its own block (all of it, or up to itself if `causal`).
+"""
+
+_OPTIONAL = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
+
+
+def default_target_layers(num_layers: int, n: int) -> list[int]:
+    """`n` layers to tap out of `num_layers`: even from 1 to num_layers - 3 (Python's rounding)."""
+    if n < 1 or num_layers < 4:
+        raise ValueError(f"cannot choose {n} taps in {num_layers} layers; name target_layer_ids")
+    if n == 1:
+        return [num_layers // 2]
+    last = num_layers - 3
+    return [round(1 + i * (last - 1) / (n - 1)) for i in range(n)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig:
+    """Everything needed to build the module and to draft with it.
+
+    `block_size` counts the anchor: a block drafts `block_size - 1` tokens. `target_layer_ids` are
+    0-based layers whose OUTPUT is tapped (hidden_states[id + 1]). `draft_vocab_size` is None when
+    the drafter proposes from the whole vocabulary.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    num_target_layers: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 8192
+    attention_bias: bool = False
+    causal: bool = False
+    draft_vocab_size: int | None = None
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError("layer_types must name every draft layer")
+        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
+            raise ValueError(f"unknown layer type {sorted(unknown)}")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError("sliding_attention layers need sliding_window")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        if self.block_size < 2:
+            raise ValueError("block_size counts the anchor and must be at least 2")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is no row of the target embedding"
+            )
+        if bad := [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers - 1]:
+            raise ValueError(f"target_layer_ids {bad} outside 0..{self.num_target_layers - 2}")
+        if not self.target_layer_ids:
+            raise ValueError("target_layer_ids is empty")
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} exceeds the vocabulary")
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the concatenated taps, m * D."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DFlashConfig:
+        """Read a config.json; keys may sit at the top or inside `dflash_config`.
+
+        Raises ValueError for a missing key and for rotary scaling, which this module lacks.
+        """
+        flat: dict[str, Any] = {**data, **dict(data.get("dflash_config") or {})}
+        rope: dict[str, Any] = dict(flat.get("rope_parameters") or {})
+        scaling: dict[str, Any] = dict(flat.get("rope_scaling") or {})
+        kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+        if kind != "default":
+            raise ValueError(f"rotary scaling {kind!r} is not supported for DFlash drafters")
+        if flat.get("hidden_act", "silu") != "silu":
+            raise ValueError(
+                f"hidden_act {flat['hidden_act']!r} is not supported; DFlash uses silu"
+            )
+        if "rope_theta" in rope:
+            flat["rope_theta"] = rope["rope_theta"]
+        if "mask_token_id" not in flat and isinstance(flat.get("mask_token"), int):
+            flat["mask_token_id"] = flat["mask_token"]
+        if "head_dim" not in flat and {"hidden_size", "num_attention_heads"} <= flat.keys():
+            flat["head_dim"] = flat["hidden_size"] // flat["num_attention_heads"]
+        if flat.get("is_causal") is not None:
+            flat["causal"] = flat["is_causal"]
+        if flat.get("draft_vocab_size") == flat.get("vocab_size"):
+            flat["draft_vocab_size"] = None
+        chosen = {f.name: flat[f.name] for f in fields(cls) if flat.get(f.name) is not None}
+        for name in ("target_layer_ids", "layer_types"):
+            if name in chosen:
+                chosen[name] = tuple(chosen[name])
+        required = [f.name for f in fields(cls) if f.default is f.default_factory]
+        if missing := [name for name in required if name not in chosen]:
+            raise ValueError(f"the drafter's config lacks {', '.join(missing)}")
+        return cls(**chosen)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plain config.json that z-lab's code, vLLM and SGLang read."""
+        inner: dict[str, Any] = {
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.target_layer_ids),
+        }
+        if self.causal:
+            inner["causal"] = True
+        out: dict[str, Any] = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "block_size": self.block_size,
+            "num_target_layers": self.num_target_layers,
+            "dflash_config": inner,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "max_position_embeddings": self.max_position_embeddings,
+            "attention_bias": self.attention_bias,
+            "attention_dropout": 0.0,
+            "layer_types": list(self.layer_types),
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": "sliding_attention" in self.layer_types,
+            "vocab_size": self.vocab_size,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+        }
+        if self.draft_vocab_size is not None:
+            out["draft_vocab_size"] = self.draft_vocab_size
+        return out
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((width,), math.nan))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+def _linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+    linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias)
+    with torch.no_grad():
+        for weight in linear.parameters():
+            weight.fill_(math.nan)
+    return linear
+
+
+class _Attention(nn.Module):
+    """The projections and per-head norms of one draft layer (attention itself is the caller's)."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        width, bias = config.hidden_size, config.attention_bias
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        self.q_proj = _linear(width, queries, bias)
+        self.k_proj = _linear(width, keys, bias)
+        self.v_proj = _linear(width, keys, bias)
+        self.o_proj = _linear(queries, width, bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+
+class _MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = _linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = _linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = _linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = _MLP(config)
+
+
+class DFlashModule(nn.Module):
+    """The trained part of a DFlash drafter; parameters start as NaN until loaded or initialised.
+
+    One call of drafting is: `c = context(features)`; per layer `k, v = context_kv(i, c, positions)`
+    into the caller's cache; `h = embed(block ids)`; `h = layer(i, h, positions, attend)` for each
+    layer; `final(h)` goes to the target's head. Training runs the same methods on many blocks.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = _linear(config.feature_size, config.hidden_size)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self._rope: tuple[Tensor, Tensor] | None = None
+
+    def context(self, features_CF: Tensor) -> Tensor:
+        """Fused context [C, D] of tapped features [C, F]; shared by all layers."""
+        out: Tensor = self.hidden_norm(self.fc(features_CF))
+        return out
+
+    def context_kv(self, i: int, context_CD: Tensor, positions_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (normed, rotated) and values [C, g, e] of layer `i` for context tokens.
+
+        Needs no query and no other layer: all layers' context can be written to a cache at once.
+        """
+        attention: Any = self.layers[i].self_attn
+        shape = (len(context_CD), self.config.num_key_value_heads, self.config.head_dim)
+        keys = attention.k_norm(attention.k_proj(context_CD).view(shape))
+        values = attention.v_proj(context_CD).view(shape)
+        return self.rotate(keys, positions_C), values
+
+    def layer(self, i: int, hidden_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """One draft layer on packed block tokens: [T, D] -> [T, D]; attention is `attend`'s."""
+        config, layer = self.config, self.layers[i]
+        attention: Any = layer.self_attn
+        tokens, width = len(hidden_TD), config.head_dim
+        u = layer.input_layernorm(hidden_TD)  # type: ignore[operator]
+        q = attention.q_norm(attention.q_proj(u).view(tokens, config.num_attention_heads, width))
+        k = attention.k_norm(attention.k_proj(u).view(tokens, config.num_key_value_heads, width))
+        v = attention.v_proj(u).view(tokens, config.num_key_value_heads, width)
+        mixed = attend(i, self.rotate(q, positions_T), self.rotate(k, positions_T), v)
+        hidden = hidden_TD + attention.o_proj(mixed.reshape(tokens, -1))
+        out: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))  # type: ignore[operator]
+        return out
+
+    def final(self, hidden_TD: Tensor) -> Tensor:
+        """The final norm; its output goes to the target's language-model head."""
+        out: Tensor = self.norm(hidden_TD)
+        return out
+
+    def rotate(self, x_Tne: Tensor, positions_T: Tensor) -> Tensor:
+        """Rotary embedding (halves layout) of [T, n, e] at absolute positions, in float32."""
+        cos, sin = self._rope_table(x_Tne.device)
+        cos, sin = cos[positions_T].unsqueeze(1), sin[positions_T].unsqueeze(1)
+        low, high = x_Tne.float().chunk(2, dim=-1)
+        turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+        return turned.to(x_Tne.dtype)
+
+    def _rope_table(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [positions, e / 2], float32, built once per device."""
+        if self._rope is None or self._rope[0].device != device:
+            half = self.config.head_dim // 2
+            steps = torch.arange(half, dtype=torch.float32) / half
+            frequencies = 1.0 / self.config.rope_theta**steps
+            places = torch.arange(self.config.max_position_embeddings, dtype=torch.float32)
+            angles = torch.outer(places, frequencies)
+            self._rope = (angles.cos().to(device), angles.sin().to(device))
+        return self._rope
+
+
+@torch.no_grad()
+def init_random(module: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
+    """Fill every parameter: norms with 1, biases with 0, matrices with N(0, std)."""
+    for name, weight in module.named_parameters():
+        if weight.dim() == 1:
+            weight.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+
+
+def load_dflash(
+    folder: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16
+) -> tuple[DFlashConfig, DFlashModule, Tensor | None]:
+    """Load (config, module in `dtype`, d2t) from a plain DFlash folder.
+
+    `d2t` [V'] int64 is an offset (target id of draft token i = i + d2t[i]), None for a full
+    vocabulary. Embedding and head are the target's and need not be stored. Raises ValueError naming
+    the tensor that is missing, unknown or has another shape.
+    """
+    path = Path(folder)
+    config = read_config(path)
+    module = DFlashModule(config)
+    state = _read_tensors(path)
+    known = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
+    if missing := sorted(known.keys() - state.keys()):
+        raise ValueError(f"{path}: missing tensor {', '.join(missing)}")
+    if extra := sorted(state.keys() - known.keys() - set(_OPTIONAL)):
+        raise ValueError(f"{path}: unknown tensor {', '.join(extra)}")
+    for name, shape in known.items():
+        if tuple(state[name].shape) != shape:
+            raise ValueError(f"{path}: tensor {name} is {tuple(state[name].shape)}, not {shape}")
+    d2t = _check_optional(path, config, state)
+    module.load_state_dict({name: state[name] for name in known})
+    return config, module.to(dtype).eval(), d2t
+
+
+def read_config(folder: str | os.PathLike[str]) -> DFlashConfig:
+    """The config of a DFlash folder; ValueError names the file when it cannot be read."""
+    path = Path(folder) / "config.json"
+    try:
+        return DFlashConfig.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{path}: no .safetensors file")
+    state: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            state.update(load_file(str(file)))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file}: {error}") from error
+    return state
+
+
+def _check_optional(path: Path, config: DFlashConfig, state: dict[str, Tensor]) -> Tensor | None:
+    rows = config.draft_vocab_size or config.vocab_size
+    shapes = {
+        "d2t": (rows,),
+        "t2d": (config.vocab_size,),
+        "lm_head.weight": (rows, config.hidden_size),
+        "embed_tokens.weight": (config.vocab_size, config.hidden_size),
+    }
+    for name, shape in shapes.items():
+        if name in state and tuple(state[name].shape) != shape:
+            raise ValueError(f"{path}: tensor {name} is {tuple(state[name].shape)}, not {shape}")
+    if "lm_head.weight" in state or "embed_tokens.weight" in state:
+        warnings.warn(f"{path}: stored head or embedding unused; the target's are", stacklevel=3)
+    if config.draft_vocab_size is None:
+        if "d2t" in state or "t2d" in state:
+            raise ValueError(f"{path}: has d2t or t2d, but config.json has no draft_vocab_size")
+        return None
+    if "d2t" not in state:
+        raise ValueError(f"{path}: missing tensor d2t (draft_vocab_size is set)")
+    d2t = state["d2t"].to(torch.int64)
+    targets = draft_to_target(d2t)
+    if targets.min() < 0 or targets.max() >= config.vocab_size:
+        raise ValueError(f"{path}: tensor d2t points outside the vocabulary")
+    if len(targets.unique()) != len(targets):
+        raise ValueError(f"{path}: tensor d2t maps two draft tokens to one target token")
+    if "t2d" in state and not torch.equal(state["t2d"].bool(), _target_mask(targets, config)):
+        raise ValueError(f"{path}: tensor t2d disagrees with d2t")
+    return d2t
+
+
+def draft_to_target(d2t: Tensor) -> Tensor:
+    """Target ids [V'] of the draft tokens, from the stored offsets."""
+    return torch.arange(len(d2t), device=d2t.device) + d2t
+
+
+def offsets_of(target_ids: Tensor) -> Tensor:
+    """The stored form `d2t` [V'] of a draft vocabulary given as target ids."""
+    return target_ids.to(torch.int64) - torch.arange(len(target_ids))
+
+
+def _target_mask(target_ids: Tensor, config: DFlashConfig) -> Tensor:
+    mask = torch.zeros(config.vocab_size, dtype=torch.bool)
+    mask[target_ids] = True
+    return mask
+
+
+def save_dflash(
+    folder: str | os.PathLike[str],
+    config: DFlashConfig,
+    module: DFlashModule,
+    d2t: Tensor | None = None,
+    *,
+    lm_head: Tensor | None = None,
+    files: Mapping[str, str] | None = None,
+) -> Path:
+    """Write config.json and model.safetensors (bf16); the folder is replaced as a whole.
+
+    `d2t` is needed when `config.draft_vocab_size` is set; t2d is derived. `lm_head` [V', D] is stored
+    only if given (engines that cannot cut the target's head want it). `files` are further text files.
+    """
+    from safetensors.torch import save_file
+
+    if (d2t is None) != (config.draft_vocab_size is None):
+        raise ValueError("d2t and config.draft_vocab_size belong together")
+    state = {n: w.detach().to(torch.bfloat16).contiguous() for n, w in module.state_dict().items()}
+    if bad := sorted(name for name, weight in state.items() if not weight.isfinite().all()):
+        raise ValueError(f"not saved: {', '.join(bad)} holds NaN or infinity")
+    if d2t is not None:
+        state["d2t"] = d2t.to(torch.int64).contiguous()
+        state["t2d"] = _target_mask(draft_to_target(d2t), config)
+    if lm_head is not None:
+        state["lm_head.weight"] = lm_head.detach().to(torch.bfloat16).contiguous()
+    final = Path(folder)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    try:
+        work.chmod(0o755)
+        for name, text in (files or {}).items():
+            (work / name).write_text(text)
+        save_file(state, str(work / "model.safetensors"), metadata={"format": "pt"})
+        (work / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
+        if final.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{final.name}-old-", dir=final.parent))
+            os.rename(final, old / "folder")
+            os.rename(work, final)
+            shutil.rmtree(old)
+        else:
+            os.rename(work, final)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return final
