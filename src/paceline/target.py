@@ -1,0 +1,365 @@
+"""The frozen target: loads a Hugging Face causal LM and scores packed nodes with its own forward.
+
+Knows nothing about drafters, sampling or stop rules; it turns tokens into logits and tapped states.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.attention import IMPLEMENTATION, Packed, RaggedCache, register
+from paceline.core import Draft, Row
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_STATEFUL = ("linear_attention", "mamba", "conv", "recurrent", "ssm", "rwkv", "gated_delta", "rglru")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What one packed forward returns.
+
+    ``logits_TV`` covers each row's root and its draft nodes, rows behind one another. ``taps_TF``
+    covers every node that was forwarded (uncached committed tokens first), or is None.
+    """
+
+    logits_TV: Tensor
+    taps_TF: Tensor | None
+    batch: Packed
+
+
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
+    """bf16, fp16 or fp32 as a torch dtype; ValueError for anything else."""
+    if isinstance(name, torch.dtype):
+        return name
+    if name not in _DTYPES:
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+class Target:
+    """A frozen causal LM whose layers all keep ordinary attention keys and values.
+
+    The model is used as it is: one ``[1, T]`` forward of its own code with every row's nodes, our
+    attention function and positions. It is left unchanged between calls, so that its owner can go
+    on using ``model.generate``.
+
+    Raises:
+        ValueError: a layer keeps state that cannot be rolled back, or ignores the packed mask; the
+            message names the layer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, *, name: str = "", check: bool = True):
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.name = name
+        text = model.config.get_text_config()
+        self.config = text
+        self.layers = _decoder_layers(model, text.num_hidden_layers)
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.hidden_size: int = text.hidden_size
+        self.num_layers: int = text.num_hidden_layers
+        self.max_length: int = getattr(text, "max_position_embeddings", None) or 2**31
+        register()
+        _refuse_state(text, self.layers)
+        if check:
+            _probe(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.embedding.weight.dtype
+
+    @property
+    def embedding(self) -> Any:
+        """The input embedding module."""
+        return self.model.get_input_embeddings()
+
+    @property
+    def head(self) -> Any:
+        """The language-model head, [V, D]."""
+        return self.model.get_output_embeddings()
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every id that the model's generation config, config or tokenizer calls end of sequence."""
+        found: set[int] = set()
+        generation = getattr(self.model, "generation_config", None)
+        sources = (generation, self.config, self.tokenizer)
+        for eos in (getattr(s, "eos_token_id", None) for s in sources if s is not None):
+            if eos is not None:
+                found.update(eos if isinstance(eos, (list, tuple)) else [int(eos)])
+        return frozenset(found)
+
+    def new_cache(self, slots: int) -> RaggedCache:
+        """An empty cache for rows in slots 0 .. slots-1."""
+        return RaggedCache(slots)
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: Packed, cache: RaggedCache, logit_rows: Tensor, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """One packed forward. Returns logits [len(logit_rows), V] and taps [T, len(taps) * D].
+
+        Writes every node's keys and values behind its row's length; moves no length. Taps are the
+        outputs of the named layers, as HF's ``hidden_states[id + 1]``; no other layer is kept.
+        """
+        states: dict[int, Tensor] = {}
+        hooks = [self.layers[i].register_forward_hook(_keep(states, i)) for i in taps]
+        config, before = self.config, self.config._attn_implementation
+        cache.batch = batch
+        try:
+            config._attn_implementation = IMPLEMENTATION
+            out = self.model(
+                input_ids=batch.ids_T[None],
+                position_ids=batch.positions_T[None],
+                use_cache=False,
+                logits_to_keep=logit_rows,
+                ragged_cache=cache,
+            )
+        finally:
+            config._attn_implementation = before
+            cache.batch = None
+            for hook in hooks:
+                hook.remove()
+        features = torch.cat([states[i] for i in taps], dim=-1) if taps else None
+        return out.logits[0], features
+
+    def score(
+        self, draft: Draft, rows: Sequence[Row], cache: RaggedCache, taps: Sequence[int] = ()
+    ) -> Scored:
+        """Forward each row's uncached committed tokens and its draft nodes together.
+
+        A fresh row's uncached tokens are its whole prompt, so that prefill is a round like any
+        other and shares the forward with rows that are decoding.
+        """
+        batch, logit_rows = pack(draft, rows, cache, self.device)
+        logits, features = self.forward(batch, cache, logit_rows, taps)
+        return Scored(logits_TV=logits, taps_TF=features, batch=batch)
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """Input embeddings [T, D] of ids."""
+        out: Tensor = self.embedding(ids_T)
+        return out
+
+    @torch.inference_mode()
+    def next_logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits [V] after ``ids`` by the model's own plain forward, without any cache."""
+        tokens = torch.tensor([list(ids)], device=self.device)
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0, -1]
+        return logits
+
+
+def pack(
+    draft: Draft, rows: Sequence[Row], cache: RaggedCache, device: torch.device
+) -> tuple[Packed, Tensor]:
+    """The packed layout of a scoring round, and which nodes need logits (roots and drafts)."""
+    ids: list[int] = []
+    positions: list[int] = []
+    wanted: list[int] = []
+    starts, counts, ancestors = [], [], []
+    all_tokens, all_parents = draft.tokens_BN.tolist(), draft.parents_BN.tolist()
+    for b, row in enumerate(rows):
+        start, size = cache.lengths[row.slot], draft.sizes_B[b]
+        waiting, parents = row.tokens[start:], all_parents[b][:size]
+        root = len(waiting) - 1
+        wanted += range(len(ids) + root, len(ids) + root + 1 + size)
+        ids += waiting + all_tokens[b][:size]
+        positions += range(start, len(row.tokens))
+        if parents == list(range(-1, size - 1)):
+            positions += range(len(row.tokens), len(row.tokens) + size)
+            ancestors.append(None)
+        else:
+            depths = node_depths(parents)
+            positions += [len(row.tokens) - 1 + depth for depth in depths]
+            ancestors.append(_ancestors(parents, len(waiting)).to(device))
+        starts.append(start)
+        counts.append(len(waiting) + size)
+    packed = Packed(
+        ids_T=torch.tensor(ids, device=device),
+        positions_T=torch.tensor(positions, device=device),
+        slots=[row.slot for row in rows],
+        starts=starts,
+        counts=counts,
+        ancestors=ancestors,
+    )
+    return packed, torch.tensor(wanted, device=device)
+
+
+def node_depths(parents: Sequence[int]) -> list[int]:
+    """Depth of each draft node; a child of the root has depth 1."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def _ancestors(parents: Sequence[int], waiting: int) -> Tensor:
+    """[n, n] bool: uncached committed tokens as a chain, then the tree hanging from the last."""
+    n = waiting + len(parents)
+    seen = torch.zeros(n, n, dtype=torch.bool)
+    seen[:waiting, :waiting] = torch.ones(waiting, waiting).tril().bool()
+    for node, parent in enumerate(parents):
+        above = waiting - 1 if parent < 0 else waiting + parent
+        seen[waiting + node] = seen[above]
+        seen[waiting + node, waiting + node] = True
+    return seen
+
+
+def _keep(states: dict[int, Tensor], layer: int) -> Callable[..., None]:
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        states[layer] = (output[0] if isinstance(output, tuple) else output)[0]
+
+    return hook
+
+
+def _decoder_layers(model: Any, count: int) -> nn.ModuleList:
+    """The list of decoder layers, found by its length."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            if all(any(True for _ in layer.parameters()) for layer in module):
+                return module
+    raise ValueError(f"{type(model).__name__}: found no list of {count} decoder layers")
+
+
+def _refuse_state(config: Any, layers: nn.ModuleList) -> None:
+    """Refuse models whose layers keep state that cannot be rolled back."""
+    for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if any(word in kind for word in _STATEFUL):
+            raise ValueError(
+                f"layer {i} is {kind!r}: its state cannot be rolled back after a rejected draft, "
+                "so speculative decoding would change the output; this model is not supported"
+            )
+    for i, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            kind = type(module).__name__.lower()
+            if any(word in kind for word in ("mamba", "rwkv", "recurrent", "deltanet", "conv1d")):
+                if type(module) is nn.Conv1d or "conv1d" not in kind:
+                    raise ValueError(
+                        f"layer {i} ({name}: {type(module).__name__}) keeps a state that cannot be "
+                        "rolled back after a rejected draft; this model is not supported"
+                    )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise ValueError(
+            f"rope type {rope['rope_type']!r} changes with the longest row of a batch, so a row "
+            "would depend on its neighbours; this model is not supported"
+        )
+
+
+@torch.inference_mode()
+def _probe(target: Target) -> None:
+    """Compare a packed, split forward with a plain one; name the first layer that differs.
+
+    Costs two forwards of seven tokens. A layer that never calls the packed attention, or that
+    keeps state of its own, cannot pass.
+    """
+    ids = [(7 * i + 3) % target.vocab_size for i in range(7)]
+    every = range(target.num_layers)
+    cache = target.new_cache(2)
+    try:
+        for start, stop in ((0, 4), (4, 7)):
+            batch = _two_rows(ids, start, stop, target.device)
+            _, taps = target.forward(batch, cache, torch.tensor([stop - start - 1]), every)
+            cache.lengths = [stop, stop]
+    except TypeError as error:
+        raise ValueError(
+            f"{type(target.model).__name__} does not accept packed inputs: {error}"
+        ) from error
+    for i in every:
+        if i not in cache.layers:
+            raise ValueError(
+                f"layer {i} of {type(target.model).__name__} does not use transformers' attention "
+                "interface, so a custom mask would be ignored; this model is not supported"
+            )
+    assert taps is not None
+    states: dict[int, Tensor] = {}
+    hooks = [target.layers[i].register_forward_hook(_keep(states, i)) for i in every]
+    try:
+        target.next_logits(ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    tolerance = 1e-3 if target.dtype == torch.float32 else 0.25
+    for i in every:
+        packed = taps[:3, i * target.hidden_size : (i + 1) * target.hidden_size].float()
+        plain = states[i][4:7].float()
+        error = float((packed - plain).norm() / plain.norm().clamp_min(1e-6))
+        if not error < tolerance:
+            raise ValueError(
+                f"layer {i} of {type(target.model).__name__} gives another result when its tokens "
+                f"arrive in two parts (relative error {error:.2g}): it keeps a state or a mask "
+                "that Paceline cannot control; this model is not supported"
+            )
+
+
+def _two_rows(ids: list[int], start: int, stop: int, device: torch.device) -> Packed:
+    n = stop - start
+    return Packed(
+        ids_T=torch.tensor(ids[start:stop] * 2, device=device),
+        positions_T=torch.tensor(list(range(start, stop)) * 2, device=device),
+        slots=[0, 1],
+        starts=[start, start],
+        counts=[n, n],
+        ancestors=[None, None],
+    )
+
+
+def load_target(
+    name: str,
+    *,
+    dtype: str | torch.dtype = "bf16",
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+) -> Target:
+    """Load by folder, hub id, GGUF file, or the name ``smollm2`` (the embedded model).
+
+    Raises:
+        ValueError: a folder without weights, a corrupt GGUF, or a model that cannot be supported.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source: str | Path = name
+    if name == "smollm2":
+        from paceline.gguf import convert_gguf, smollm2_gguf
+
+        source = convert_gguf(smollm2_gguf())
+    elif str(name).endswith(".gguf"):
+        from paceline.gguf import convert_gguf
+
+        source = convert_gguf(Path(name))
+    elif os.path.isdir(name):
+        _check_folder(Path(name))
+    kind = parse_dtype(dtype)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=kind, trust_remote_code=trust_remote_code
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise ValueError(f"cannot load target {name!r}: {error}") from error
+    model = model.to(device)
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+    return Target(model, tokenizer, name=str(name))
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder} has no config.json; a target folder needs config and weights")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ValueError(f"{folder} has no weights (*.safetensors)")
