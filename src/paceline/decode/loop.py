@@ -1,0 +1,166 @@
+"""The decode loop: draft, score, accept, commit, for all live rows at once.
+
+Knows nothing about drafter architectures, sampling formulas or text; it only passes them on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.core import AcceptRule, Draft, DraftContext, Drafter, Row, Stage, Verdict
+from paceline.decode.commit import commit_row
+from paceline.decode.warp import warp
+
+
+class Scorer(Protocol):
+    """What the loop needs of a target; ``paceline.target.Target`` is one, the table LM another."""
+
+    def new_cache(self, slots: int) -> Any:
+        """A cache with ``lengths`` per slot and ``keep_path(slot, start, nodes)``."""
+
+    def score(self, draft: Draft, rows: Sequence[Row], cache: Any, taps: Sequence[int]) -> Any:
+        """Logits of every row's root and draft nodes, and the tapped states of all nodes."""
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Wall seconds by phase, summed over rounds."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+    accept: float = 0.0
+    commit: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All phases together."""
+        return self.draft + self.verify + self.accept + self.commit
+
+
+@dataclass(kw_only=True)
+class Session:
+    """B rows that decode together; rows join with ``add`` and leave when they finish.
+
+    ``step`` runs one round over the live rows and returns the ids each committed. A fresh row's
+    first round is its prefill: it drafts nothing, scores its prompt and commits one token.
+    """
+
+    target: Scorer
+    drafter: Drafter | None
+    accept: AcceptRule
+    stages: Sequence[Stage] = ()
+    slots: int = 1
+    rows: list[Row] = field(default_factory=list)
+    seconds: Seconds = field(default_factory=Seconds)
+
+    def __post_init__(self) -> None:
+        self.cache = self.target.new_cache(self.slots)
+        self.state = self.drafter.new_state(self.slots) if self.drafter else None
+        self.taps: tuple[int, ...] = self.drafter.taps if self.drafter else ()
+        self.free = list(range(self.slots))[::-1]
+
+    def add(self, row: Row) -> None:
+        """Give the row a free slot; it takes part from the next step on."""
+        row.slot = self.free.pop()
+        self.cache.lengths[row.slot] = 0
+        self.rows.append(row)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Row, list[int]]]:
+        """One round: draft -> stages -> score -> accept -> commit. Returns committed ids per row."""
+        began = time.perf_counter()
+        rows = self.rows
+        ctx = DraftContext(rows=rows, state=self.state)
+        draft = self.drafter.propose(ctx) if self.drafter else Draft.empty(len(rows))
+        for stage in self.stages:
+            draft = stage(draft, ctx)
+        draft = _within_budget(draft, rows)
+        drafted = time.perf_counter()
+        scored = self.target.score(draft, rows, self.cache, self.taps)
+        verified = time.perf_counter()
+        verdict = self.accept(draft, warp(scored.logits_TV, draft, rows), rows)
+        accepted = time.perf_counter()
+        committed = self._commit(rows, draft, verdict, scored)
+        self.seconds.draft += drafted - began
+        self.seconds.verify += verified - drafted
+        self.seconds.accept += accepted - verified
+        self.seconds.commit += time.perf_counter() - accepted
+        return committed
+
+    def _commit(
+        self, rows: list[Row], draft: Draft, verdict: Verdict, scored: Any
+    ) -> list[tuple[Row, list[int]]]:
+        out: list[tuple[Row, list[int]]] = []
+        first_logit = first_node = 0
+        for b, row in enumerate(rows):
+            path, size = verdict.paths[b], draft.sizes_B[b]
+            known = len(row.tokens)
+            waiting = known - self.cache.lengths[row.slot]
+            nodes = [first_logit] + [first_logit + 1 + node for node in path]
+            ids = commit_row(row, verdict.tokens[b], size, scored.logits_TV, nodes)
+            out.append((row, ids))
+            self.cache.keep_path(row.slot, known, path)
+            self.cache.lengths[row.slot] = min(known + len(path), len(row.tokens) - 1)
+            if scored.taps_TF is not None and row.finish_reason is None:
+                row.features.append(_taps_of(scored.taps_TF, first_node, waiting, path))
+            first_logit += size + 1
+            first_node += waiting + size
+        for row in [row for row in rows if row.finish_reason is not None]:
+            self._leave(row)
+        return out
+
+    def _leave(self, row: Row) -> None:
+        self.rows = [other for other in self.rows if other is not row]
+        row.features.clear()
+        if self.drafter:
+            self.drafter.release(self.state, row.slot)
+        self.free.append(row.slot)
+
+
+def _taps_of(taps_TF: Tensor, first: int, waiting: int, path: list[int]) -> Tensor:
+    """Tapped states of the tokens that are now committed and cached, in order [c, F]."""
+    if path == list(range(len(path))):
+        return taps_TF[first : first + waiting + len(path)]
+    kept = list(range(first, first + waiting)) + [first + waiting + node for node in path]
+    return taps_TF[torch.tensor(kept, device=taps_TF.device)]
+
+
+def _within_budget(draft: Draft, rows: Sequence[Row]) -> Draft:
+    """Cut what could never be committed: nodes deeper than the tokens a row may still emit.
+
+    Parents come before children, so a prefix of the nodes is a tree again; the cut is at the first
+    node that is too deep. It depends on lengths only, never on tokens, so exact laws stay exact.
+    """
+    if all(size <= row.budget for size, row in zip(draft.sizes_B, rows, strict=True)):
+        return draft
+    sizes = []
+    for parents, size, row in zip(draft.parents_BN.tolist(), draft.sizes_B, rows, strict=True):
+        depths: list[int] = []
+        for parent in parents[:size]:
+            depth = 1 if parent < 0 else depths[parent] + 1
+            if depth > row.budget:
+                break
+            depths.append(depth)
+        sizes.append(len(depths))
+    return Draft(
+        tokens_BN=draft.tokens_BN,
+        parents_BN=draft.parents_BN,
+        sizes_B=sizes,
+        probs_BNV=draft.probs_BNV,
+        hints=draft.hints,
+    )
+
+
+def run(session: Session, rows: Sequence[Row]) -> Iterator[tuple[Row, list[int]]]:
+    """Decode all rows, at most ``session.slots`` at a time, in order of arrival."""
+    waiting = [row for row in rows if row.finish_reason is None][::-1]
+    while waiting or session.rows:
+        while waiting and session.free:
+            session.add(waiting.pop())
+        yield from session.step()

@@ -1,0 +1,42 @@
+"""Training recipes for the embedded SmolLM2-135M-Instruct.
+
+Does not know commands; each function returns the full frozen config.
+"""
+
+from __future__ import annotations
+
+from paceline.train.config import Phase, TrainConfig
+
+
+def smollm2_dflash(data: tuple[str, ...], run_dir: str = "runs/smollm2-dflash") -> TrainConfig:
+    """The packaged drafter: 2 layers started from target layers 9 and 21, blocks of 8, 16k words.
+
+    Blocks of 4 first: more first slots per second while nothing later can be learnt yet.
+    """
+    return TrainConfig(
+        target="smollm2",
+        data=data,
+        run_dir=run_dir,
+        taps=(1, 8, 14, 20, 27),
+        init_layers=(9, 21),
+        phases=(
+            Phase(share=0.3, block_size=4, anchors_per_row=24),
+            Phase(share=0.7, block_size=8, anchors_per_row=12),
+        ),
+        mask_token_id=16,
+        draft_vocab_size=16384,
+        steps=9000,
+    )
+
+
+def smollm2_dflash_full_vocab(
+    data: tuple[str, ...], init_from: str, run_dir: str = "runs/smollm2-dflash-full-vocab"
+) -> TrainConfig:
+    """A short continuation with the whole vocabulary, for engines without a reduced one."""
+    return smollm2_dflash(data, run_dir).replace(
+        draft_vocab_size=None,
+        init_from=init_from,
+        phases=(Phase(share=1.0, block_size=8, anchors_per_row=12),),
+        lr=5e-4,
+        steps=600,
+    )

@@ -1,0 +1,134 @@
+"""Reads prompt-and-reply token rows, cuts looping tails and splits off held-out prompts.
+
+Does not know models, features or losses: a row is token ids and where its reply starts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One training text: `tokens` [S] is prompt then reply; the reply starts at `start`."""
+
+    tokens: Ints
+    start: int
+    source: str
+    temperature: float
+    held_out: bool
+
+    @property
+    def reply(self) -> Ints:
+        return self.tokens[self.start :]
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def is_held_out(prompt: Sequence[int], share: float) -> bool:
+    """Whether a prompt belongs to the held-out split; depends on its token ids only."""
+    digest = hashlib.sha256(np.asarray(prompt, dtype=np.int32).tobytes()).digest()
+    return int.from_bytes(digest[:8], "big") / 2.0**64 < share
+
+
+def loop_start(tokens: Sequence[int], gram: int = 8, times: int = 4, window: int = 128) -> int:
+    """Where the text begins to repeat itself: the start of the second copy, or len(tokens).
+
+    A loop is one `gram`-gram that occurs `times` times within `window` tokens.
+    """
+    seen: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for at in range(len(tokens) - gram + 1):
+        places = seen[tuple(tokens[at : at + gram])]
+        places.append(at)
+        if len(places) >= times and at - places[-times] <= window:
+            return places[-times + 1]
+    return len(tokens)
+
+
+def read_corpus(
+    paths: Sequence[str | Path], *, max_tokens: int, min_reply: int, held_out_share: float
+) -> list[Row]:
+    """All rows of the files, in file order: loops cut, long rows cut at `max_tokens`.
+
+    Raises ValueError naming file and line when a row lacks `prompt_ids` or `response_ids`.
+    """
+    rows = []
+    for path in paths:
+        for number, record in _records(Path(path)):
+            try:
+                prompt, reply = record["prompt_ids"], record["response_ids"]
+            except KeyError as error:
+                raise ValueError(f"{path}:{number}: the row has no {error}") from None
+            reply = reply[: loop_start(reply)]
+            reply = reply[: max(0, max_tokens - len(prompt))]
+            if len(reply) < min_reply:
+                continue
+            rows.append(
+                Row(
+                    tokens=np.asarray(prompt + reply, dtype=np.int32),
+                    start=len(prompt),
+                    source=str(record.get("source", "")),
+                    temperature=float(record.get("temperature", 0.0)),
+                    held_out=is_held_out(prompt, held_out_share),
+                )
+            )
+    if not rows:
+        raise ValueError(f"no usable row in {', '.join(str(path) for path in paths)}")
+    return rows
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, list[int]]]]:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such corpus file; name one with --data")
+    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open("rt")
+    with opened as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}:{number}: not JSON ({error})") from None
+
+
+def count_tokens(rows: Sequence[Row], vocab_size: int) -> npt.NDArray[np.int64]:
+    """How often each token id occurs in the training replies, [V]."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for row in rows:
+        if not row.held_out:
+            counts += np.bincount(row.reply, minlength=vocab_size)
+    return counts
+
+
+def draft_vocabulary(
+    counts: npt.NDArray[np.int64], size: int, extra: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.int64]:
+    """The `size` target ids a reduced drafter may propose, ascending, [V'].
+
+    Most frequent reply tokens first; ties and the rest are filled by `extra` counts (text of the
+    kind expected at serving time), then by id.
+    """
+    fill = np.zeros_like(counts) if extra is None else extra
+    order = np.lexsort((np.arange(len(counts)), -fill, -counts))
+    return np.sort(order[:size]).astype(np.int64)
+
+
+def fingerprint(rows: Sequence[Row]) -> str:
+    """A hash of the token ids of `rows`, in order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(len(row.tokens).to_bytes(4, "big"))
+        digest.update(row.tokens.tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,64 @@
+"""Cross-entropy through a frozen head without keeping logits, and the block position weights.
+
+Does not know drafters or data. Letters: T positions, V' head rows, D hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def position_weights(labels_RAk: Tensor, gamma: float) -> Tensor:
+    """exp(-(k - 1) / gamma) for draft offsets k = 1.., 0 where the label is -100 (paper eq. 4)."""
+    weights = torch.exp(-torch.arange(labels_RAk.shape[-1]) / gamma)
+    return weights * (labels_RAk != -100)
+
+
+class _FrozenHeadCE(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states_TD: Tensor, head_VD: Tensor, labels_T: Tensor, weights_T: Tensor, chunk: int
+    ) -> Tensor:
+        """Both loss and gradient in one pass: the head is frozen, so no logits need be kept."""
+        grads = torch.empty_like(states_TD)
+        loss = states_TD.new_zeros((), dtype=torch.float32)
+        for at in range(0, len(states_TD), chunk):
+            part = slice(at, at + chunk)
+            logits = states_TD[part] @ head_VD.T
+            log_probs = torch.log_softmax(logits.float(), dim=-1)
+            labels, weights = labels_T[part, None], weights_T[part, None]
+            loss = loss - (log_probs.gather(1, labels) * weights).sum()
+            slope = log_probs.exp_()
+            slope.scatter_add_(1, labels, -torch.ones_like(weights))
+            grads[part] = (slope * weights).to(head_VD.dtype) @ head_VD
+        ctx.save_for_backward(grads)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
+        (grads,) = ctx.saved_tensors
+        return grads * outputs[0].to(grads.dtype), None, None, None, None
+
+
+def frozen_head_ce(
+    states_TD: Tensor, head_VD: Tensor, labels_T: Tensor, weights_T: Tensor, chunk: int = 512
+) -> Tensor:
+    """Weighted mean cross-entropy, fp32 scalar; positions with label < 0 or weight 0 count nothing.
+
+    Without any supervised position the loss is zero, and so is the gradient (never NaN).
+    """
+    rows = torch.nonzero((weights_T > 0) & (labels_T >= 0)).flatten()
+    if len(rows) == 0:
+        return states_TD.sum() * 0.0
+    weights = weights_T[rows] / weights_T[rows].sum()
+    loss: Tensor = _FrozenHeadCE.apply(states_TD[rows], head_VD, labels_T[rows], weights, chunk)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def leading_correct(states_TD: Tensor, head_VD: Tensor, labels_Bk: Tensor) -> Tensor:
+    """Length [B] of each block's leading run of right greedy drafts; states are [B * k, D]."""
+    right = (states_TD @ head_VD.T).float().argmax(-1).view_as(labels_Bk) == labels_Bk
+    return right.long().cumprod(-1).sum(-1)
