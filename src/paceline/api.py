@@ -1,0 +1,73 @@
+"""The front door: load a target with a drafter by name.
+
+Knows names and folders only; everything else is the rooms' business.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.core import Drafter
+from paceline.pipeline import Pipeline
+from paceline.target import Target, load_target
+
+WEIGHTS = Path(__file__).parent / "weights"
+DEFAULT_DRAFTERS = {"smollm2": "smollm2-dflash"}
+
+
+def packaged_drafters() -> dict[str, Path]:
+    """Drafters that ship inside the package, by name."""
+    if not WEIGHTS.is_dir():
+        return {}
+    return {path.name: path for path in sorted(WEIGHTS.iterdir()) if (path / "config.json").exists()}
+
+
+def load_drafter(name: str, target: Any, *, samples: bool = False) -> Drafter | None:
+    """A drafter by name: a packaged one, a DFlash folder, ``ngram``, ``model:NAME`` or ``none``.
+
+    Raises ValueError for an unknown name or a drafter of another target.
+    """
+    if name == "none":
+        return None
+    if name == "ngram":
+        from paceline.drafters.ngram import NgramDrafter
+
+        return NgramDrafter()
+    if name.startswith("model:"):
+        from paceline.drafters.model import ModelDrafter
+
+        smaller = load_target(name.partition(":")[2], dtype=target.dtype, device=target.device)
+        return ModelDrafter(smaller, target, samples=samples)
+    folder = packaged_drafters().get(name, Path(name))
+    if not (folder / "config.json").exists():
+        known = ", ".join(["none", "ngram", "model:NAME", *packaged_drafters()])
+        raise ValueError(f"no drafter {name!r}: neither a folder with config.json nor one of {known}")
+    from paceline.drafters.dflash_draft import DFlashDrafter
+
+    return DFlashDrafter.load(folder, target, samples=samples)
+
+
+def load(
+    target: str | Target,
+    drafter: str | Drafter | None = "default",
+    *,
+    dtype: str = "bf16",
+    device: str = "cpu",
+    accept: str = "match",
+    trust_remote_code: bool = False,
+) -> Pipeline:
+    """Load a target and a drafter into a pipeline.
+
+    ``drafter="default"`` is the packaged drafter of a target that has one, else n-gram lookup;
+    None is plain decoding.
+    """
+    if isinstance(target, str):
+        target = load_target(
+            target, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        )
+    if drafter == "default":
+        drafter = DEFAULT_DRAFTERS.get(target.name, "ngram")
+    if isinstance(drafter, str):
+        drafter = load_drafter(drafter, target, samples=accept == "rejection")
+    return Pipeline(target=target, drafter=drafter, accept=accept)

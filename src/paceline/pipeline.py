@@ -1,0 +1,208 @@
+"""Binds a target, a drafter and an accept rule, refuses illegal pairs, and generates text.
+
+Knows nothing about commands, files of prompts or measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.core import (
+    Completion,
+    Drafter,
+    Noise,
+    RequestOutput,
+    Row,
+    SamplingParams,
+    Stage,
+    Usage,
+)
+from paceline.decode.accept import match, rejection
+from paceline.decode.loop import Session, run
+from paceline.decode.text import Detokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+_RULES = {"match": match, "rejection": rejection}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A target with or without a drafter, ready to generate. ``drafter`` None is plain decoding.
+
+    ``accept`` is ``match`` (any draft) or ``rejection`` (drafts sampled from a known law).
+
+    Raises:
+        ValueError: an illegal pair, with the reason.
+    """
+
+    target: Any
+    drafter: Drafter | None = None
+    accept: str = "match"
+    stages: tuple[Stage, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.accept not in _RULES:
+            raise ValueError(f"accept {self.accept!r} is not one of {', '.join(_RULES)}")
+        if self.accept == "rejection":
+            if self.drafter is None or not self.drafter.samples:
+                raise ValueError(
+                    "accept='rejection' needs a drafter that samples its drafts and gives their "
+                    "law; make the drafter with samples=True, or use accept='match'"
+                )
+            if self.stages:
+                raise ValueError("stages may change drafts after they were sampled; use 'match'")
+        taps = self.drafter.taps if self.drafter else ()
+        if bad := [tap for tap in taps if not 0 <= tap < self.target.num_layers]:
+            raise ValueError(f"the drafter taps layers {bad}, which the target does not have")
+
+    def plain(self) -> Pipeline:
+        """The same target without a drafter: the baseline."""
+        return replace(self, drafter=None, accept="match", stages=())
+
+    def session(self, slots: int) -> Session:
+        """A fresh decode session for up to ``slots`` rows at a time."""
+        return Session(
+            target=self.target,
+            drafter=self.drafter,
+            accept=_RULES[self.accept],
+            stages=self.stages,
+            slots=slots,
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: text or messages go through the chat template, ids stay.
+
+        Text goes in as it is where the tokenizer has no chat template.
+        """
+        tokenizer = self.target.tokenizer
+        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        if tokenizer is None:
+            raise ValueError("this target has no tokenizer; give token ids")
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("the prompt is empty")
+            if not tokenizer.chat_template:
+                return list(tokenizer(prompt)["input_ids"])
+            prompt = [{"role": "user", "content": prompt}]
+        return list(
+            tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, return_dict=False
+            )
+        )
+
+    def rows(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Row]:
+        """One row per request and sample. ValueError names the request that cannot be served."""
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling parameters")
+        rows: list[Row] = []
+        for request, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
+            ids = self.encode(prompt)
+            self._check(request, ids, chosen)
+            for sample in range(chosen.n):
+                rows.append(self._row(request, sample, ids, chosen))
+        return rows
+
+    def _check(self, request: int, ids: list[int], params: SamplingParams) -> None:
+        limit, vocab = self.target.max_length, self.target.vocab_size
+        if not ids:
+            raise ValueError(f"request {request}: the prompt is empty")
+        if len(ids) >= limit:
+            raise ValueError(
+                f"request {request}: the prompt has {len(ids)} tokens, the model's context is "
+                f"{limit} and one must be left for the reply"
+            )
+        if bad := [token for token in ids if not 0 <= token < vocab]:
+            raise ValueError(f"request {request}: token id {bad[0]} is outside 0..{vocab - 1}")
+        if bad := [token for token in params.logit_bias or {} if not 0 <= token < vocab]:
+            raise ValueError(f"request {request}: logit_bias names token {bad[0]} outside the vocabulary")
+        if params.stop and self.target.tokenizer is None:
+            raise ValueError(f"request {request}: stop strings need a tokenizer")
+
+    def _row(self, request: int, sample: int, ids: list[int], params: SamplingParams) -> Row:
+        # Sample 0 uses the seed itself, so that it equals the same request with n = 1.
+        seed = None if params.seed is None else params.seed + 1_000_003 * sample
+        eos = frozenset() if params.ignore_eos else self.target.eos_ids
+        tokenizer = self.target.tokenizer
+        row = Row(
+            slot=-1,
+            tokens=list(ids),
+            prompt_length=len(ids),
+            params=params,
+            noise=Noise(seed),
+            stop_ids=eos | frozenset(params.stop_token_ids),
+            limit=min(len(ids) + params.max_tokens, self.target.max_length),
+            request=request,
+            sample=sample,
+            text=None if tokenizer is None else Detokenizer(tokenizer, params.stop),
+        )
+        if params.max_tokens == 0:
+            row.finish_reason = "length"
+        return row
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        batch_size: int = 8,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts, ``batch_size`` rows at a time; results in prompt order."""
+        many: Sequence[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if many and isinstance(many[0], (int, Mapping)):
+            many = [many]
+        rows = self.rows(many, params or SamplingParams())
+        for _ in run(self.session(max(1, min(batch_size, len(rows)))), rows):
+            pass
+        return outputs_of(rows)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Text pieces of one reply as they are certain; never splits a character."""
+        rows = self.rows([prompt], params or SamplingParams())
+        if len(rows) != 1:
+            raise ValueError("stream serves one sample; n must be 1")
+        if rows[0].text is None:
+            raise ValueError("this target has no tokenizer; use generate")
+        for row, _ in run(self.session(1), rows):
+            piece = row.text.take() if row.finish_reason is None else row.text.finish()
+            if piece:
+                yield piece
+
+
+def outputs_of(rows: Sequence[Row]) -> list[RequestOutput]:
+    """Finished rows gathered into one result per request."""
+    requests: dict[int, list[Row]] = {}
+    for row in rows:
+        requests.setdefault(row.request, []).append(row)
+    return [_output(samples) for _, samples in sorted(requests.items())]
+
+
+def _output(samples: list[Row]) -> RequestOutput:
+    completions = []
+    for row in samples:
+        if row.text is not None:
+            row.text.finish()
+        completions.append(
+            Completion(
+                index=row.sample,
+                text="" if row.text is None else row.text.text,
+                token_ids=row.output,
+                finish_reason=row.finish_reason or "length",
+                stop_reason=row.stop_reason,
+                logprobs=None if row.params.logprobs is None else row.logprobs,
+                rounds=row.rounds,
+            )
+        )
+    prompt = samples[0].tokens[: samples[0].prompt_length]
+    total = sum(len(completion.token_ids) for completion in completions)
+    return RequestOutput(
+        prompt_token_ids=prompt,
+        outputs=completions,
+        usage=Usage(prompt_tokens=len(prompt), completion_tokens=total),
+    )
