@@ -20,7 +20,9 @@ def packaged_drafters() -> dict[str, Path]:
     """Drafters that ship inside the package, by name."""
     if not WEIGHTS.is_dir():
         return {}
-    return {path.name: path for path in sorted(WEIGHTS.iterdir()) if (path / "config.json").exists()}
+    return {
+        path.name: path for path in sorted(WEIGHTS.iterdir()) if (path / "config.json").exists()
+    }
 
 
 def load_drafter(name: str, target: Any, *, samples: bool = False) -> Drafter | None:
@@ -42,7 +44,9 @@ def load_drafter(name: str, target: Any, *, samples: bool = False) -> Drafter | 
     folder = packaged_drafters().get(name, Path(name))
     if not (folder / "config.json").exists():
         known = ", ".join(["none", "ngram", "model:NAME", *packaged_drafters()])
-        raise ValueError(f"no drafter {name!r}: neither a folder with config.json nor one of {known}")
+        raise ValueError(
+            f"no drafter {name!r}: neither a folder with config.json nor one of {known}"
+        )
     from paceline.drafters.dflash_draft import DFlashDrafter
 
     return DFlashDrafter.load(folder, target, samples=samples)

@@ -160,7 +160,9 @@ def packed_attention(
     keys, values = cache.layers[layer]
     H, G = q_HTd.shape[0], keys.shape[1]
     outputs, offset = [], 0
-    for row, (slot, count, end) in enumerate(zip(batch.slots, batch.counts, batch.ends, strict=True)):
+    for row, (slot, count, end) in enumerate(
+        zip(batch.slots, batch.counts, batch.ends, strict=True)
+    ):
         first = batch.first_visible(row, window)
         q = q_HTd[:, offset : offset + count]
         k, v = keys[slot, :, first:end], values[slot, :, first:end]
@@ -218,7 +220,9 @@ def transformers_attention(
 
     Needs ``ragged_cache`` among the model's keyword arguments, with its ``batch`` set.
     """
-    assert ragged_cache is not None and ragged_cache.batch is not None, "call through Target.forward"
+    assert ragged_cache is not None and ragged_cache.batch is not None, (
+        "call through Target.forward"
+    )
     layer: int = module.layer_idx  # type: ignore[assignment]
     batch = ragged_cache.batch
     ragged_cache.write(layer, key[0], value[0], batch)

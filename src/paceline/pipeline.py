@@ -121,7 +121,9 @@ class Pipeline:
         if bad := [token for token in ids if not 0 <= token < vocab]:
             raise ValueError(f"request {request}: token id {bad[0]} is outside 0..{vocab - 1}")
         if bad := [token for token in params.logit_bias or {} if not 0 <= token < vocab]:
-            raise ValueError(f"request {request}: logit_bias names token {bad[0]} outside the vocabulary")
+            raise ValueError(
+                f"request {request}: logit_bias names token {bad[0]} outside the vocabulary"
+            )
         if params.stop and self.target.tokenizer is None:
             raise ValueError(f"request {request}: stop strings need a tokenizer")
 

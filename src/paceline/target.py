@@ -19,7 +19,16 @@ from paceline.attention import IMPLEMENTATION, Packed, RaggedCache, register
 from paceline.core import Draft, Row
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_STATEFUL = ("linear_attention", "mamba", "conv", "recurrent", "ssm", "rwkv", "gated_delta", "rglru")
+_STATEFUL = (
+    "linear_attention",
+    "mamba",
+    "conv",
+    "recurrent",
+    "ssm",
+    "rwkv",
+    "gated_delta",
+    "rglru",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +178,9 @@ def pack(
     ids: list[int] = []
     positions: list[int] = []
     wanted: list[int] = []
-    starts, counts, ancestors = [], [], []
+    starts: list[int] = []
+    counts: list[int] = []
+    ancestors: list[Tensor | None] = []
     all_tokens, all_parents = draft.tokens_BN.tolist(), draft.parents_BN.tolist()
     for b, row in enumerate(rows):
         start, size = cache.lengths[row.slot], draft.sizes_B[b]
@@ -296,11 +307,11 @@ def _probe(target: Target) -> None:
     for i in every:
         packed = taps[:3, i * target.hidden_size : (i + 1) * target.hidden_size].float()
         plain = states[i][4:7].float()
-        error = float((packed - plain).norm() / plain.norm().clamp_min(1e-6))
-        if not error < tolerance:
+        gap = float((packed - plain).norm() / plain.norm().clamp_min(1e-6))
+        if not gap < tolerance:
             raise ValueError(
                 f"layer {i} of {type(target.model).__name__} gives another result when its tokens "
-                f"arrive in two parts (relative error {error:.2g}): it keeps a state or a mask "
+                f"arrive in two parts (relative error {gap:.2g}): it keeps a state or a mask "
                 "that Paceline cannot control; this model is not supported"
             )
 
@@ -346,7 +357,7 @@ def load_target(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 source, dtype=kind, trust_remote_code=trust_remote_code
             )
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)

@@ -28,7 +28,8 @@ def golden(
     stop = set(stop_ids) | set(params.stop_token_ids)
     ids, start, noise = list(prompt), len(prompt), Noise(params.seed)
     logprobs: list[TokenLogprobs] = []
-    reason, why, text = "length", None, ""
+    reason, text = "length", ""
+    why: int | str | None = None
     while len(ids) - start < params.max_tokens and len(ids) < limit:
         raw = next_logits(ids).float()
         probs = _distribution(raw, ids, start, params, stop)
@@ -80,7 +81,8 @@ def _distribution(
         TopPLogitsWarper,
     )
 
-    tokens, scores = torch.tensor([ids]), raw[None].clone()
+    tokens: Any = torch.tensor([ids])
+    scores: Any = raw[None].clone()
     if params.repetition_penalty != 1.0:
         scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(tokens, scores)
     for token in range(scores.shape[-1]):

@@ -95,7 +95,9 @@ class DFlashDrafter:
         probs_BNV = torch.zeros(B, N, self.config.vocab_size) if wants_law else None
         for i, b in enumerate(ready):
             if broken[i]:
-                self._warn_once(state, "nan", "the drafter's output is NaN; this row is not drafted")
+                self._warn_once(
+                    state, "nan", "the drafter's output is NaN; this row is not drafted"
+                )
                 continue
             sizes[b] = N
             tokens_BN[b] = ids[i]
@@ -110,7 +112,9 @@ class DFlashDrafter:
             return best
         probs = shape_probs(logits, row.params).cpu()
         tokens = self._to_target(torch.tensor(draw(probs, row, len(row.tokens)))).cpu()
-        columns = torch.arange(law_NV.shape[1]) if self.vocabulary is None else self.vocabulary.cpu()
+        columns = (
+            torch.arange(law_NV.shape[1]) if self.vocabulary is None else self.vocabulary.cpu()
+        )
         law_NV[:, columns] = probs
         return tokens
 
@@ -138,7 +142,9 @@ class DFlashDrafter:
         assert context == len(row.tokens) - 1, "context must end right before the anchor"
         if context + self.config.block_size > self.config.max_position_embeddings:
             limit = self.config.max_position_embeddings
-            self._warn_once(state, "long", f"a row passed the drafter's {limit} positions; not drafted")
+            self._warn_once(
+                state, "long", f"a row passed the drafter's {limit} positions; not drafted"
+            )
             return False
         return True
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +91,7 @@ def read_corpus(
     return rows
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, list[int]]]]:
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not path.is_file():
         raise ValueError(f"{path}: no such corpus file; name one with --data")
     opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open("rt")

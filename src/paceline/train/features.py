@@ -127,7 +127,9 @@ def _capture(taps: Taps, rows: Sequence[Row], batch_tokens: int) -> npt.NDArray[
     out: npt.NDArray[np.uint16] | None = None
     order = sorted(range(len(rows)), key=lambda i: len(rows[i].tokens))
     while order:
-        width = -(-len(rows[order[-1]].tokens) // 32) * 32  # few shapes: kernels are built per shape
+        width = (
+            -(-len(rows[order[-1]].tokens) // 32) * 32
+        )  # few shapes: kernels are built per shape
         batch = order[-max(1, batch_tokens // width) :]
         del order[-len(batch) :]
         tokens_BS = torch.zeros(len(batch), width, dtype=torch.long)
@@ -191,7 +193,7 @@ def open_shards(
                 f"{folder}: shard {shard} was captured from other rows or taps; remove the folder"
             )
         targets.add(head["target"])
-        bits = np.memmap(folder / f"shard-{shard:05d}.bf16", dtype=np.uint16, mode="r")
+        bits: Any = np.memmap(folder / f"shard-{shard:05d}.bf16", dtype=np.uint16, mode="r")
         bits = bits.reshape(-1, width)
         offsets = np.cumsum([0] + [len(row.tokens) for row in part])
         if len(bits) != offsets[-1]:

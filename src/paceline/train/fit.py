@@ -82,10 +82,12 @@ def make_trainee(
     rms = feature_scales(rows[:256])
     start = start_module(config, shape, target, rows, rms)
     scales = {"fc.weight": 1.0 / rms}
-    masters = {}
+    masters: dict[str, Tensor] = {}
     for name, weight in start.named_parameters():
         value = weight.detach().float()
-        masters[name] = torch.nn.Parameter(value / scales[name] if name in scales else value.clone())
+        masters[name] = torch.nn.Parameter(
+            value / scales[name] if name in scales else value.clone()
+        )
     module = DFlashModule(shape).to(dtype)
     embedding = target.get_input_embeddings().weight.detach().to(dtype)
     head = target.get_output_embeddings().weight.detach().to(dtype)
@@ -176,7 +178,7 @@ def train_step(
     trainee.optimizer.step()
     trainee.publish()
     return {
-        "loss": float(loss),
+        "loss": float(loss.detach()),
         "grad_norm": norm,
         "lr": learning_rate(config, step),
         "blocks": int(blocks.keep_RA.sum()),

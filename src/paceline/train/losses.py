@@ -20,7 +20,12 @@ def position_weights(labels_RAk: Tensor, gamma: float) -> Tensor:
 class _FrozenHeadCE(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states_TD: Tensor, head_VD: Tensor, labels_T: Tensor, weights_T: Tensor, chunk: int
+        ctx: Any,
+        states_TD: Tensor,
+        head_VD: Tensor,
+        labels_T: Tensor,
+        weights_T: Tensor,
+        chunk: int,
     ) -> Tensor:
         """Both loss and gradient in one pass: the head is frozen, so no logits need be kept."""
         grads = torch.empty_like(states_TD)

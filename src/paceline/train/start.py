@@ -57,7 +57,10 @@ def start_module(
     """A module in float32 with every weight set, from ``init_from`` or from target layers."""
     if config.init_from:
         theirs, module, _ = load_dflash(config.init_from, torch.float32)
-        if theirs.target_layer_ids != shape.target_layer_ids or theirs.hidden_size != shape.hidden_size:
+        if (
+            theirs.target_layer_ids != shape.target_layer_ids
+            or theirs.hidden_size != shape.hidden_size
+        ):
             raise ValueError(f"{config.init_from} has other taps or another width than this run")
         return module
     module = DFlashModule(shape)
@@ -98,7 +101,9 @@ def _start_fc(
 ) -> None:
     """Identity on the tap that feeds the last copied layer, small noise on the others."""
     width = module.config.hidden_size
-    near = min(range(len(config.taps)), key=lambda j: abs(config.taps[j] + 1 - config.init_layers[-1]))
+    near = min(
+        range(len(config.taps)), key=lambda j: abs(config.taps[j] + 1 - config.init_layers[-1])
+    )
     block = slice(near * width, (near + 1) * width)
     level = float(rms[block].median())
     noise = torch.randn(module.fc.weight.shape, generator=generator)

@@ -1,0 +1,220 @@
+"""The commands. Each reads its arguments, calls a room and prints; no logic lives here.
+
+Knows nothing that the rooms do not; a user's mistake is exit code 2 with one line that says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Faster answers from a language model, word for word the same.",
+)
+
+TargetOption = Annotated[str, typer.Option(help="Folder, hub id, GGUF file, or smollm2.")]
+DrafterOption = Annotated[
+    str, typer.Option(help="Packaged name, DFlash folder, ngram, model:NAME, none or default.")
+]
+DtypeOption = Annotated[str, typer.Option(help="bf16, fp16 or fp32.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures here, too.")]
+TokensOption = Annotated[int, typer.Option(help="At most this many new tokens per reply.")]
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write figures to a file that appears whole or not at all."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    with os.fdopen(handle, "w") as stream:
+        json.dump(figures, stream, indent=1)
+        stream.write("\n")
+    os.chmod(name, 0o644)
+    os.replace(name, path)
+
+
+@app.command()
+def demo(
+    target: TargetOption = "smollm2",
+    drafter: DrafterOption = "default",
+    dtype: DtypeOption = "bf16",
+    max_new_tokens: TokensOption = 96,
+    json_file: JsonOption = None,
+) -> None:
+    """Plain and speculative decoding side by side on prompts of several kinds.
+
+    Example: paceline demo --json demo.json
+    """
+    from paceline.evaluate.demo import run_demo
+
+    write_json(json_file, run_demo(target, drafter, dtype, max_new_tokens))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The user's message.")],
+    target: TargetOption = "smollm2",
+    drafter: DrafterOption = "default",
+    dtype: DtypeOption = "bf16",
+    max_new_tokens: TokensOption = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same reply.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Answer one prompt, streaming.
+
+    Example: paceline generate "Why is the sky blue?" --temperature 0.7 --seed 1
+    """
+    import paceline
+    from paceline.evaluate.demo import stream_reply
+
+    params = paceline.SamplingParams(
+        max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+    )
+    pipeline = paceline.load(target, drafter, dtype=dtype)
+    write_json(json_file, stream_reply(pipeline, [{"role": "user", "content": prompt}], params))
+
+
+@app.command()
+def chat(
+    target: TargetOption = "smollm2",
+    drafter: DrafterOption = "default",
+    dtype: DtypeOption = "bf16",
+    max_new_tokens: TokensOption = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+) -> None:
+    """Talk to the model; an empty line or end of input leaves.
+
+    Example: paceline chat --temperature 0.7
+    """
+    import paceline
+    from paceline.evaluate.demo import stream_reply
+
+    params = paceline.SamplingParams(max_tokens=max_new_tokens, temperature=temperature)
+    pipeline = paceline.load(target, drafter, dtype=dtype)
+    messages: list[dict[str, str]] = []
+    while True:
+        typer.echo("> ", nl=False)
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        messages.append({"role": "user", "content": line})
+        reply = stream_reply(pipeline, messages, params)
+        messages.append({"role": "assistant", "content": reply["text"]})
+
+
+@app.command()
+def verify(
+    prompts: Annotated[Path, typer.Option(help="JSONL: prompt, question, turns or messages.")],
+    target: TargetOption = "smollm2",
+    drafter: DrafterOption = "default",
+    dtype: DtypeOption = "fp32",
+    max_new_tokens: TokensOption = 128,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 8,
+    temperature: Annotated[float, typer.Option(help="Above 0: seeded sampling.")] = 0.0,
+    json_file: JsonOption = None,
+) -> None:
+    """Check that speculation does not change the output; exit code 1 on a bug.
+
+    Example: paceline verify --prompts questions.jsonl --dtype fp32 --json verify.json
+    """
+    import paceline
+    from paceline.data.prompts import read_prompts
+    from paceline.evaluate.verify import verify as compare
+
+    chats = read_prompts(prompts, limit)
+    params = paceline.SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=0)
+    pipeline = paceline.load(target, drafter, dtype=dtype)
+    figures = compare(
+        pipeline,
+        chats,
+        params,
+        batch_size=batch_size,
+        progress=lambda done: typer.echo(f"\r{done}/{len(chats)} prompts", nl=False, err=True),
+    )
+    typer.echo("", err=True)
+    for difference in figures["differences"]:
+        typer.echo(
+            f"prompt {difference['prompt']}: differs at token {difference['position']}, "
+            f"top-2 margin {difference['margin']:.4g}: {difference['verdict']}"
+        )
+    counts = ", ".join(f"{figures[k]} {k}" for k in ("prompts", "identical", "near_ties", "bugs"))
+    typer.echo(f"{counts} ({figures['dtype']})")
+    write_json(json_file, figures)
+    if figures["bugs"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def models(json_file: JsonOption = None) -> None:
+    """List what is installed: the embedded target and the packaged drafters.
+
+    Example: paceline models
+    """
+    from paceline.api import DEFAULT_DRAFTERS, packaged_drafters
+    from paceline.gguf import smollm2_gguf
+
+    try:
+        smollm2_gguf()
+        state = "installed"
+    except ValueError as error:
+        state = str(error)
+    figures: dict[str, Any] = {"targets": {"smollm2": state}, "drafters": {}}
+    typer.echo(f"target   smollm2: {state}")
+    for name, path in packaged_drafters().items():
+        size = sum(file.stat().st_size for file in path.iterdir())
+        owners = [target for target, drafter in DEFAULT_DRAFTERS.items() if drafter == name]
+        figures["drafters"][name] = {"bytes": size, "default_of": owners}
+        typer.echo(f"drafter  {name}: {size / 1e6:.1f} MB, default of {', '.join(owners) or '-'}")
+    write_json(json_file, figures)
+
+
+@app.command()
+def export(
+    drafter: Annotated[str, typer.Argument(help="Packaged name or DFlash folder.")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    to: Annotated[str, typer.Option(help="Format: plain.")] = "plain",
+    target: TargetOption = "smollm2",
+) -> None:
+    """Write a drafter as the folder that engines read.
+
+    Example: paceline export smollm2-dflash --to plain --out drafter/
+    """
+    from paceline.api import packaged_drafters
+    from paceline.drafters.dflash import read_config
+    from paceline.export.plain import export_plain
+    from paceline.target import load_target
+
+    if to != "plain":
+        raise ValueError(f"format {to!r} is not known; use plain")
+    source = packaged_drafters().get(drafter, Path(drafter))
+    head = None
+    if read_config(source).draft_vocab_size is not None:
+        head = load_target(target).head.weight
+    typer.echo(f"wrote {export_plain(source, out, head)}")
+
+
+def main() -> None:
+    """Entry point: users' mistakes become one line and exit code 2."""
+    run: Callable[..., Any] = app
+    try:
+        run()
+    except ValueError as error:
+        typer.echo(f"paceline: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4 @@
+"""Prompts and conversations in, rows out.
+
+Knows nothing about models.
+"""

@@ -1,0 +1,118 @@
+"""Streams replies and compares plain with speculative decoding on a few prompts, as a table.
+
+Knows nothing about commands.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+from paceline.core import Completion, SamplingParams
+from paceline.data.prompts import DEMO_PROMPTS
+from paceline.decode.loop import run
+from paceline.evaluate.metrics import acceptance
+from paceline.evaluate.verify import judge
+from paceline.pipeline import Pipeline, outputs_of
+
+
+def stream_reply(pipeline: Pipeline, messages: Any, params: SamplingParams) -> dict[str, Any]:
+    """Print one reply as it comes; returns its text and figures."""
+    began = time.perf_counter()
+    reply = timed_reply(pipeline, messages, params, show=True)[0]
+    seconds = time.perf_counter() - began
+    counts = acceptance([reply])
+    return {
+        "text": reply.text,
+        "tokens": len(reply.token_ids),
+        "finish_reason": reply.finish_reason,
+        "seconds": seconds,
+        "tokens_per_second": len(reply.token_ids) / seconds,
+        "acceptance_length": counts.acceptance_length_pooled,
+    }
+
+
+def timed_reply(
+    pipeline: Pipeline, messages: Any, params: SamplingParams, *, show: bool = False
+) -> tuple[Completion, float]:
+    """One reply and its decode seconds (after the prefill round)."""
+    rows = pipeline.rows([messages], params)
+    began = 0.0
+    for row, _ in run(pipeline.session(1), rows):
+        began = began or time.perf_counter()
+        if show and row.text is not None:
+            live = row.finish_reason is None
+            sys.stdout.write(row.text.take() if live else row.text.finish())
+            sys.stdout.flush()
+    seconds = time.perf_counter() - began
+    if show:
+        sys.stdout.write("\n")
+    return outputs_of(rows)[0].outputs[0], seconds
+
+
+def run_demo(target: str, drafter: str, dtype: str, max_new_tokens: int) -> dict[str, Any]:
+    """Alternate plain and speculative decoding over the demo prompts, print a table."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    import paceline
+
+    console = Console()
+    console.print(f"Loading {target} ({dtype}, {torch.get_num_threads()} threads) ...")
+    pipeline = paceline.load(target, drafter, dtype=dtype)
+    params = SamplingParams(max_tokens=max_new_tokens)
+    timed_reply(pipeline, DEMO_PROMPTS[0][1], SamplingParams(max_tokens=16))  # warm up kernels
+    timed_reply(pipeline.plain(), DEMO_PROMPTS[0][1], SamplingParams(max_tokens=4))
+    rows = [_compare(pipeline, kind, prompt, params) for kind, prompt in DEMO_PROMPTS]
+    table = Table("prompt", "plain tok/s", "tok/s", "speed-up", "acceptance length", "identical")
+    for row in rows:
+        table.add_row(
+            row["kind"],
+            f"{row['plain_tokens_per_second']:.1f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup_vs_plain']:.2f}x",
+            f"{row['acceptance_length']:.2f}",
+            row["identical"],
+        )
+    spent, plain = (sum(row[key] for row in rows) for key in ("seconds", "plain_seconds"))
+    tokens, plain_tokens = (sum(row[key] for row in rows) for key in ("tokens", "plain_tokens"))
+    total = (tokens / spent) / (plain_tokens / plain)
+    median = statistics.median(row["speedup_vs_plain"] for row in rows)
+    console.print(table)
+    console.print(f"All prompts: {total:.2f}x plain decoding (median {median:.2f}x), batch 1.")
+    return {
+        "speedup_vs_plain": total,
+        "speedup_median": median,
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "prompts": rows,
+    }
+
+
+def _compare(pipeline: Pipeline, kind: str, prompt: str, params: SamplingParams) -> dict[str, Any]:
+    print(f"\n[{kind}] {prompt}\n")
+    reply, seconds = timed_reply(pipeline, prompt, params, show=True)
+    plain, plain_seconds = timed_reply(pipeline.plain(), prompt, params)
+    identical = "yes"
+    if reply.token_ids != plain.token_ids:
+        start = pipeline.encode(prompt)
+        verdict = judge(pipeline, 0, start, plain.token_ids, reply.token_ids)
+        identical = "no" if verdict.verdict == "bug" else f"near-tie ({verdict.margin:.3g})"
+    # The first token comes from the prefill, which the clock leaves out.
+    speed = (len(reply.token_ids) - 1) / seconds
+    plain_speed = (len(plain.token_ids) - 1) / plain_seconds
+    return {
+        "kind": kind,
+        "tokens": len(reply.token_ids) - 1,
+        "plain_tokens": len(plain.token_ids) - 1,
+        "seconds": seconds,
+        "plain_seconds": plain_seconds,
+        "tokens_per_second": speed,
+        "plain_tokens_per_second": plain_speed,
+        "speedup_vs_plain": speed / plain_speed,
+        "acceptance_length": acceptance([reply]).acceptance_length_pooled,
+        "identical": identical,
+    }

@@ -1,0 +1,4 @@
+"""Writes drafters in the folder formats that engines read.
+
+Knows nothing about decoding.
+"""

@@ -1,0 +1,29 @@
+"""The plain DFlash folder that z-lab's code, vLLM and SGLang read.
+
+Knows nothing about decoding or training.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from paceline.drafters.dflash import draft_to_target, load_dflash, save_dflash
+
+
+def export_plain(source: Path, out: Path, head_VD: torch.Tensor | None = None) -> Path:
+    """Copy a drafter into a plain folder; a reduced vocabulary needs the target's head [V, D].
+
+    vLLM reads ``d2t`` only together with the matching rows of the head, so they are written too.
+    Raises ValueError if ``out`` exists or the head is missing.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} exists and is not empty; name another folder")
+    config, module, d2t = load_dflash(source)
+    rows = None
+    if d2t is not None:
+        if head_VD is None:
+            raise ValueError("a reduced draft vocabulary needs the target's head")
+        rows = head_VD[draft_to_target(d2t)]
+    return save_dflash(out, config, module, d2t, lm_head=rows)
