@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from paceline.core import (
     SamplingParams,
 )
 from paceline.decode import loop
-from paceline.decode.accept import draw
 from paceline.decode.reference import golden
-from paceline.decode.warp import shape_probs
+from paceline.decode.warp import inverse_cdf, shape_probs
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,6 @@ class TableDrafter:
     name: str = "table"
     taps: tuple[int, ...] = ()
     samples: bool = True
-    drawn: int = field(default=0)
 
     def new_state(self, slots: int) -> None:
         """It remembers nothing."""
@@ -197,13 +195,12 @@ class TableDrafter:
         tokens, probs = [], []
         for step in range(self.block):
             q_BV = shape_probs(self.model.table_VVV[last, now], params)
-            drawn = [draw(q_BV[b, None], row, len(row.tokens) + step)[0] for b, row in enumerate(rows)]
+            numbers = [row.noise.uniform("draft", len(row.tokens) + step) for row in rows]
+            drawn = inverse_cdf(q_BV, numbers)
             last, now = now, torch.tensor(drawn)
             tokens.append(now)
             probs.append(q_BV)
-        return Draft.chain(
-            torch.stack(tokens, 1), [self.block] * len(rows), torch.stack(probs, 1)
-        )
+        return Draft.chain(torch.stack(tokens, 1), [self.block] * len(rows), torch.stack(probs, 1))
 
 
 class FreshNoise(Noise):

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from harness import FreshNoise, Scripted, TableDrafter, TableLM, decode, drafters, new_row, truths
 from scipy.stats import chisquare
 from torch import Tensor
 
+from harness import FreshNoise, Scripted, TableDrafter, TableLM, decode, drafters, new_row, truths
 from paceline.core import AcceptRule, Draft, Drafter, Law, Row, SamplingParams, Verdict
 from paceline.decode.accept import match, rejection
 from paceline.decode.warp import TargetLaw, inverse_cdf, shape_probs, warp
@@ -111,10 +111,11 @@ def _p_as_residual(draft: Draft, law: Law, rows: Sequence[Row]) -> Verdict:
     """Accepts rightly, but on a miss draws from p instead of (p - q)+."""
     assert draft.probs_BNV is not None
     tokens, paths = [], []
-    size = draft.tokens_BN.shape[1]
-    for b, row in enumerate(rows):
+    first = 0
+    for b, (row, size) in enumerate(zip(rows, draft.sizes_B, strict=True)):
         said, kept = draft.tokens_BN[b].tolist(), 0
-        laws = [law.probs(b * (size + 1) + node) for node in range(size + 1)]
+        laws = [law.probs(first + node) for node in range(size + 1)]
+        first += size + 1
         while kept < size and row.noise.uniform("accept", kept) * float(
             draft.probs_BNV[b, kept, said[kept]]
         ) < float(laws[kept][said[kept]]):

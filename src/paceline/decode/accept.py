@@ -9,6 +9,7 @@ Leviathan et al. 2023) needs the exact law each draft was sampled from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -80,7 +81,10 @@ def rejection(draft: Draft, law: Law, rows: Sequence[Row]) -> Verdict:
                 accepted.append(token)
                 continue
             residual = (p - q.to(p.device)).clamp_min_(0)
-            law_of_bonus = residual if float(residual.sum()) > 0 else p
+            mass = float(residual.sum())
+            if math.isnan(mass):
+                raise ValueError(f"request {row.request}: the drafter's law holds NaN")
+            law_of_bonus = residual if mass > 0 else p
             bonus = inverse_cdf(law_of_bonus[None], [row.noise.uniform("target", place)])[0]
             break
         if bonus is None:

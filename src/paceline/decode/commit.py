@@ -27,9 +27,10 @@ def commit_row(
         committed.append(token)
         if row.params.logprobs is not None:
             row.logprobs.append(token_logprobs(logits_TV[node], token, row.params.logprobs))
-        enough = len(row.output) >= row.params.min_tokens
-        stopped = row.text.push(token, may_stop=enough) if row.text is not None else None
-        if token in row.stop_ids:
+        ends = token in row.stop_ids  # then the text stays whole, whatever string it completes
+        may_stop = not ends and len(row.output) >= row.params.min_tokens
+        stopped = row.text.push(token, may_stop=may_stop) if row.text is not None else None
+        if ends:
             row.finish_reason, row.stop_reason = "stop", token
         elif stopped is not None:
             row.finish_reason, row.stop_reason = "stop", stopped
@@ -45,6 +46,6 @@ def commit_row(
 def token_logprobs(logits_V: Tensor, token: int, top: int) -> TokenLogprobs:
     """Natural-log probabilities under unmodified logits, computed in fp32."""
     logprobs = logits_V.float().log_softmax(-1)
-    best = logprobs.topk(top) if top else None
+    best = logprobs.topk(min(top, len(logprobs))) if top else None
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best else ()
     return TokenLogprobs(token=token, logprob=float(logprobs[token]), top=tuple(pairs))

@@ -42,12 +42,12 @@ def golden(
         ids.append(token)
         if params.logprobs is not None:
             logs = raw.log_softmax(-1)
-            top = logs.topk(params.logprobs) if params.logprobs else None
+            top = logs.topk(min(params.logprobs, len(logs))) if params.logprobs else None
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True) if top else ()
             logprobs.append(
                 TokenLogprobs(token=token, logprob=float(logs[token]), top=tuple(pairs))
             )
-        old = len(text)
+        old = len(text.rstrip("\ufffd"))  # half a character is no text yet
         if tokenizer is not None:
             text = tokenizer.decode(ids[start:], skip_special_tokens=True)
         if token in stop:

@@ -21,7 +21,7 @@ class Detokenizer:
         self._tokenizer, self._stops = tokenizer, list(stops)
         self._ids: list[int] = []
         self._base = 0  # ids before it lie outside the window
-        self._shown = 0  # ids up to here are in ``text``
+        self._known = 0  # characters of the window that are in ``text``
         self.text = ""
         self._emitted = 0
         self.stopped: str | None = None
@@ -34,13 +34,20 @@ class Detokenizer:
         """
         self._may_stop = may_stop
         self._ids.append(token)
-        before = self._decode(self._ids[self._base : self._shown])
         now = self._decode(self._ids[self._base :])
-        if now.endswith("\ufffd") or not now.startswith(before):
-            return None  # inside a character: wait for the rest of it
-        self._append(now[len(before) :])
-        self._base, self._shown = max(self._base, self._shown - self._WINDOW), len(self._ids)
+        # U+FFFD at the end may be the first bytes of a character; what stands before is certain.
+        certain = now.rstrip("\ufffd")
+        self._append(certain[self._known :])
+        self._known = max(self._known, len(certain))
+        if certain == now and len(self._ids) - self._base >= 2 * self._WINDOW:
+            self._move_window()
         return self.stopped
+
+    def _move_window(self) -> None:
+        base = len(self._ids) - self._WINDOW
+        known = len(self._decode(self._ids[base:]))
+        if known:  # a window without text would make the next id look like the reply's first
+            self._base, self._known = base, known
 
     def take(self) -> str:
         """Text that is certain by now and was not taken yet; holds back a possible stop string."""
@@ -59,10 +66,10 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Flush what was held back; returns the last piece."""
-        if self.stopped is None and self._shown < len(self._ids):
-            before = self._decode(self._ids[self._base : self._shown])
-            self._append(self._decode(self._ids[self._base :])[len(before) :])
-            self._shown = len(self._ids)
+        if self.stopped is None:
+            now = self._decode(self._ids[self._base :])
+            self._append(now[self._known :])
+            self._known = max(self._known, len(now))
         piece = self.text[self._emitted :]
         self._emitted = len(self.text)
         return piece

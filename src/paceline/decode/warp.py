@@ -10,6 +10,7 @@ tokens sees the node's own path: prompt, output and the draft tokens from the ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,28 +20,29 @@ from paceline.core import Draft, Row, SamplingParams
 
 
 class TargetLaw:
-    """Distributions of T packed nodes. A greedy node is one-hot and is stored as its index."""
+    """Distributions of T packed nodes. A greedy node is one-hot and is stored as its index.
 
-    def __init__(self, points: list[int], dense: dict[int, Tensor], vocab: int, like: Tensor):
-        self._points, self._dense, self._vocab, self._like = points, dense, vocab, like
+    ``dense_SV`` holds the sampled nodes only; ``nodes_S`` says which packed nodes they are.
+    """
+
+    def __init__(self, points_T: list[int], nodes_S: list[int], dense_SV: Tensor) -> None:
+        self._points_T, self._nodes_S, self._dense_SV = points_T, nodes_S, dense_SV
+        self._place = {node: place for place, node in enumerate(nodes_S)}
 
     def sample(self, uniforms: Sequence[float]) -> list[int]:
         """One token per node: the first whose cumulative probability exceeds the number."""
-        tokens = list(self._points)
-        if self._dense:
-            nodes = list(self._dense)
-            probs = torch.stack([self._dense[node] for node in nodes])
-            drawn = inverse_cdf(probs, [uniforms[node] for node in nodes])
-            for node, token in zip(nodes, drawn, strict=True):
-                tokens[node] = token
+        tokens = list(self._points_T)
+        drawn = inverse_cdf(self._dense_SV, [uniforms[node] for node in self._nodes_S])
+        for node, token in zip(self._nodes_S, drawn, strict=True):
+            tokens[node] = token
         return tokens
 
     def probs(self, node: int) -> Tensor:
         """The dense distribution [V] of one node, fp32."""
-        if node in self._dense:
-            return self._dense[node]
-        out = torch.zeros(self._vocab, dtype=torch.float32, device=self._like.device)
-        out[self._points[node]] = 1.0
+        if node in self._place:
+            return self._dense_SV[self._place[node]]
+        out = self._dense_SV.new_zeros(self._dense_SV.shape[-1])
+        out[self._points_T[node]] = 1.0
         return out
 
 
@@ -59,26 +61,35 @@ def warp(logits_TV: Tensor, draft: Draft, rows: Sequence[Row]) -> TargetLaw:
     Raises ValueError naming the request when a row's logits are NaN or leave no token possible.
     """
     logits = logits_TV.float()
-    points: list[int] = []
-    dense: dict[int, Tensor] = {}
-    first = 0
     plain = all(is_plain(row.params, len(row.output)) for row in rows)
     changed = logits if plain else _change(logits, draft, rows)
-    top = changed.max(-1)
-    points = top.indices.tolist()
-    values = top.values.tolist()
+    top = changed.max(-1)  # as argmax: the first of equals
+    levels = top.values.tolist()
+    groups: dict[SamplingParams, list[int]] = {}
+    first = 0
     for row, size in zip(rows, draft.sizes_B, strict=True):
-        for value in values[first : first + size + 1]:
-            if value != value or value == float("-inf"):
-                raise ValueError(
-                    f"request {row.request}: the target's logits are NaN, or its sampling "
-                    "parameters leave no token possible"
-                )
+        if not all(map(math.isfinite, levels[first : first + size + 1])):
+            raise ValueError(
+                f"request {row.request}: the target's logits are NaN or infinite, or its sampling "
+                "parameters leave no token possible"
+            )
         if row.params.temperature > 0:
-            probs = shape_probs(changed[first : first + size + 1], row.params)
-            dense.update({first + node: probs[node] for node in range(size + 1)})
+            groups.setdefault(_cuts(row.params), []).extend(range(first, first + size + 1))
         first += size + 1
-    return TargetLaw(points, dense, logits.shape[-1], logits)
+    # Rows that share temperature and cuts are shaped together: calls per setting, not per row.
+    dense = [shape_probs(changed[nodes], params) for params, nodes in groups.items()]
+    nodes_S = [node for nodes in groups.values() for node in nodes]
+    return TargetLaw(top.indices.tolist(), nodes_S, torch.cat([changed[:0], *dense]))
+
+
+def _cuts(params: SamplingParams) -> SamplingParams:
+    """The part of the parameters that ``shape_probs`` reads, as a key."""
+    return SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+    )
 
 
 def is_plain(params: SamplingParams, emitted: int) -> bool:
@@ -96,7 +107,9 @@ def shape_probs(logits_NV: Tensor, params: SamplingParams) -> Tensor:
 
     Temperature must be above 0. Drafters that sample use it for their own law, too.
     """
-    scores = logits_NV.float() / params.temperature
+    scores = logits_NV.float()
+    # Relative to the maximum, a tiny temperature underflows to one-hot instead of inf - inf.
+    scores = (scores - scores.amax(-1, keepdim=True)) / params.temperature
     if 0 < params.top_k < scores.shape[-1]:
         least = scores.topk(params.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < least, float("-inf"))

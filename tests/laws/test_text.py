@@ -1,0 +1,106 @@
+"""Streaming text: pieces join to the whole decode, split no character, and never show a stop.
+
+Does not know any model; it needs only the tokenizer of the embedded default.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.decode.text import Detokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """SmolLM2's byte-level tokenizer."""
+    from transformers import AutoTokenizer
+
+    from paceline.gguf import convert_gguf, smollm2_gguf
+
+    try:
+        folder: Path = convert_gguf(smollm2_gguf())
+    except ValueError as absent:
+        pytest.skip(str(absent))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+TEXTS = [
+    "Plain words, don't you think ?",
+    "emoji 👩‍🚀🏳️‍🌈 then 漢字とかな, עברית, ก็ and é",
+    "🦜" * 40,
+    "\n\n  spaces\t\tand tabs \n",
+    "",
+]
+
+
+def _stream(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+    pieces = []
+    for token in ids:
+        if detokenizer.push(token) is not None:
+            break
+        pieces.append(detokenizer.take())
+    return [*pieces, detokenizer.finish()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_join_to_the_text(tokenizer: Any, text: str) -> None:
+    """No piece holds half a character, and nothing is lost."""
+    ids = tokenizer(text)["input_ids"]
+    pieces = _stream(Detokenizer(tokenizer), ids)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_random_ids_join_to_the_whole_decode(tokenizer: Any) -> None:
+    """Also where the bytes are no UTF-8 at all, and with special tokens in between."""
+    source = random.Random(0)
+    for _ in range(40):
+        ids = [source.choice([source.randrange(300), source.randrange(49152)]) for _ in range(60)]
+        pieces = _stream(Detokenizer(tokenizer), ids)
+        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_cost_does_not_grow_with_the_reply(tokenizer: Any) -> None:
+    """No decode call sees more than a short window."""
+    longest = 0
+
+    class Spy:
+        def decode(self, ids: list[int], **options: Any) -> str:
+            nonlocal longest
+            longest = max(longest, len(ids))
+            text: str = tokenizer.decode(ids, **options)
+            return text
+
+    _stream(Detokenizer(Spy()), tokenizer("word and 漢字 🦜 " * 100)["input_ids"])
+    assert longest < 32
+
+
+@pytest.mark.parametrize("stop", ["漢字", "🦜", "END", "E", "wor", "ld EN"])
+def test_a_stop_string_is_never_shown(tokenizer: Any, stop: str) -> None:
+    """Not even its beginning; the pieces join to the text before it."""
+    text = "hello EN world END 🦜 漢字 tail"
+    detokenizer = Detokenizer(tokenizer, [stop])
+    pieces = _stream(detokenizer, tokenizer(text)["input_ids"])
+    assert detokenizer.stopped == stop
+    assert "".join(pieces) == text[: text.index(stop)]
+
+
+def test_possible_beginning_is_released_when_it_is_none(tokenizer: Any) -> None:
+    """Held-back text comes out once it cannot be the stop string, or at the end."""
+    ids = tokenizer("a ENx EN")["input_ids"]
+    assert "".join(_stream(Detokenizer(tokenizer, ["END"]), ids)) == "a ENx EN"
+
+
+def test_stop_before_half_a_character_is_seen_at_once(tokenizer: Any) -> None:
+    """A token may end one word and begin a character; the word's part is certain already."""
+    mixed = [
+        i for i in range(49152)
+        if (piece := tokenizer.decode([i])).endswith("\ufffd") and piece[:1] == " "
+    ]  # fmt: skip
+    for token in mixed[:5]:
+        detokenizer = Detokenizer(tokenizer, [" "])
+        assert detokenizer.push(token) == " " and detokenizer.text == ""
