@@ -90,12 +90,12 @@ OTHER = TableLM.random(5, seed=2)
 @pytest.mark.parametrize("params", [EXACT, CUT, CUTS], ids=["plain", "top_k", "top_p,min_p"])
 def test_match_keeps_the_distribution(params: SamplingParams) -> None:
     """Match, with drafts sampled from quite another table."""
-    assert p_value(match, TableDrafter(OTHER, block=2), params, 200_000, TARGET) > 1e-6
+    assert p_value(match, TableDrafter(OTHER, block=2), params, 80_000, TARGET) > 1e-6
 
 
 @pytest.mark.parametrize("params", [EXACT, CUT, CUTS], ids=["plain", "top_k", "top_p,min_p"])
 def test_rejection_keeps_the_distribution(params: SamplingParams) -> None:
-    """Rejection, same drafts. Fewer rows than match: the rule works row by row."""
+    """Rejection, same drafts; fewer rows, since the rule works row by row."""
     assert p_value(rejection, TableDrafter(OTHER, block=2), params, 50_000, TARGET) > 1e-6
 
 
@@ -193,4 +193,4 @@ def test_rejection_refuses_what_it_cannot_judge() -> None:
 def test_tree_takes_the_second_sibling_at_temperature() -> None:
     """Chi-square on a tree of width 2 whose children are chosen freely."""
     wide = Scripted(truth={0: [3, 1]}, vocab=5, block=2, siblings=True)
-    assert p_value(match, wide, EXACT, 100_000, TARGET) > 1e-6
+    assert p_value(match, wide, EXACT, 40_000, TARGET) > 1e-6
