@@ -114,6 +114,7 @@ class RaggedCache:
         end = self.lengths[slot]
         return keys[slot, :, :end], values[slot, :, :end]
 
+    @torch.inference_mode()
     def keep_path(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """Move accepted draft nodes (offsets behind ``start``) to consecutive places at ``start``."""
         if list(nodes) == list(range(len(nodes))):

@@ -342,6 +342,7 @@ def load_target(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    kind = parse_dtype(dtype)
     source: str | Path = name
     if name == "smollm2":
         from paceline.gguf import convert_gguf, smollm2_gguf
@@ -353,7 +354,6 @@ def load_target(
         source = convert_gguf(Path(name))
     elif os.path.isdir(name):
         _check_folder(Path(name))
-    kind = parse_dtype(dtype)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)

@@ -91,8 +91,7 @@ class DFlashDrafter:
         best = logits.max(-1)
         broken = best.values.isnan().any(-1).tolist()
         ids = self._to_target(best.indices).cpu()
-        wants_law = self.samples and any(row.params.temperature > 0 for row in rows)
-        probs_BNV = torch.zeros(B, N, self.config.vocab_size) if wants_law else None
+        probs_BNV = torch.zeros(B, N, self.config.vocab_size) if self.samples else None
         for i, b in enumerate(ready):
             if broken[i]:
                 self._warn_once(
@@ -120,6 +119,10 @@ class DFlashDrafter:
 
     def _inject(self, rows: list[Row], cache: RaggedCache) -> None:
         """Write the new features' keys and values behind each row's context."""
+        limit = self.config.max_position_embeddings
+        for row in rows:  # past its positions a row is decoded without drafts
+            if len(row.tokens) > limit:
+                row.features.clear()
         fresh = [row for row in rows if row.features]
         if not fresh:
             return
@@ -136,16 +139,16 @@ class DFlashDrafter:
             row.features.clear()
 
     def _can_draft(self, row: Row, state: DFlashState) -> bool:
-        context = state.cache.lengths[row.slot]
-        if context == 0 or row.budget == 0:
-            return False
-        assert context == len(row.tokens) - 1, "context must end right before the anchor"
-        if context + self.config.block_size > self.config.max_position_embeddings:
-            limit = self.config.max_position_embeddings
+        limit = self.config.max_position_embeddings
+        if len(row.tokens) - 1 + self.config.block_size > limit:
             self._warn_once(
                 state, "long", f"a row passed the drafter's {limit} positions; not drafted"
             )
             return False
+        context = state.cache.lengths[row.slot]
+        if context == 0 or row.budget == 0:
+            return False
+        assert context == len(row.tokens) - 1, "context must end right before the anchor"
         return True
 
     def _block_logits(self, rows: list[Row], cache: RaggedCache) -> Tensor:

@@ -58,8 +58,7 @@ class ModelDrafter:
         tokens_BN = torch.zeros(B, N, dtype=torch.int64)
         live = [b for b, row in enumerate(ctx.rows) if row.budget > 0 and self._fits(row)]
         shadows = [dataclasses.replace(ctx.rows[b], tokens=list(ctx.rows[b].tokens)) for b in live]
-        wants_law = self.samples and any(row.params.temperature > 0 for row in shadows)
-        probs_BNV = torch.zeros(B, N, self.model.vocab_size) if wants_law else None
+        probs_BNV = torch.zeros(B, N, self.model.vocab_size) if self.samples else None
         for step in range(N if live else 0):
             scored = self.model.score(Draft.empty(len(live)), shadows, cache)
             for i, b in enumerate(live):

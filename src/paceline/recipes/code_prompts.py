@@ -158,8 +158,10 @@ def _task(rng: random.Random) -> tuple[str, str, str, list[tuple[str, str]]]:
         name = f"{combine[0]}_of_{keep[0]}_{change[0]}"
         text = f"{combine[1]} {keep[1]}, {change[1]}."
 
-        def run(values: Any) -> Any:
+        def combined(values: Any) -> Any:
             return combine[2]([change[2](value) for value in values if keep[2](value)])
+
+        run: Callable[[Any], Any] = combined
 
         inputs: list[Any] = [
             [rng.randint(-12, 30) for _ in range(rng.randint(3, 7))] for _ in range(3)

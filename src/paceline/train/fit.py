@@ -99,7 +99,11 @@ def make_trainee(
         to_draft = torch.full((shape.vocab_size,), -100)
         to_draft[vocabulary] = torch.arange(len(vocabulary))
     optimizer = torch.optim.AdamW(
-        masters.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        masters.values(),
+        lr=config.lr,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        fused=True,
     )
     trainee = Trainee(
         shape=shape,

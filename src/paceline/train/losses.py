@@ -32,13 +32,12 @@ class _FrozenHeadCE(torch.autograd.Function):
         loss = states_TD.new_zeros((), dtype=torch.float32)
         for at in range(0, len(states_TD), chunk):
             part = slice(at, at + chunk)
-            logits = states_TD[part] @ head_VD.T
-            log_probs = torch.log_softmax(logits.float(), dim=-1)
             labels, weights = labels_T[part, None], weights_T[part, None]
-            loss = loss - (log_probs.gather(1, labels) * weights).sum()
-            slope = log_probs.exp_()
-            slope.scatter_add_(1, labels, -torch.ones_like(weights))
-            grads[part] = (slope * weights).to(head_VD.dtype) @ head_VD
+            slope = (states_TD[part] @ head_VD.T).softmax(-1)  # fp32 inside, also for bf16
+            chosen = slope.gather(1, labels).float()
+            loss = loss - (chosen.clamp_min(1e-37).log() * weights).sum()
+            slope.scatter_(1, labels, (chosen - 1).to(slope.dtype))
+            grads[part] = (slope @ head_VD) * weights.to(head_VD.dtype)
         ctx.save_for_backward(grads)
         return loss
 
@@ -55,11 +54,14 @@ def frozen_head_ce(
 
     Without any supervised position the loss is zero, and so is the gradient (never NaN).
     """
-    rows = torch.nonzero((weights_T > 0) & (labels_T >= 0)).flatten()
-    if len(rows) == 0:
+    counted = weights_T * (labels_T >= 0)
+    total = counted.sum()
+    if float(total) == 0.0:
         return states_TD.sum() * 0.0
-    weights = weights_T[rows] / weights_T[rows].sum()
-    loss: Tensor = _FrozenHeadCE.apply(states_TD[rows], head_VD, labels_T[rows], weights, chunk)  # type: ignore[no-untyped-call]
+    # Rows of weight 0 stay in: matrix kernels are built per shape, and dropping a few costs more.
+    loss: Tensor = _FrozenHeadCE.apply(  # type: ignore[no-untyped-call]
+        states_TD, head_VD, labels_T.clamp_min(0), counted / total, chunk
+    )
     return loss
 
 

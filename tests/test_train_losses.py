@@ -1,0 +1,66 @@
+"""The frozen-head loss against torch's own cross-entropy, degenerate batches, and block figures.
+
+Does not know drafters or data.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.train.losses import frozen_head_ce, leading_correct, position_weights
+
+
+@pytest.mark.parametrize("chunk", [3, 512])
+def test_chunked_loss_equals_cross_entropy_with_gradient(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(10, 6, generator=generator, requires_grad=True)
+    head = torch.randn(23, 6, generator=generator)
+    labels = torch.randint(0, 23, (10,), generator=generator)
+    labels[3] = -100
+    weights = torch.rand(10, generator=generator)
+    weights[5] = 0.0
+    loss = 3 * frozen_head_ce(states, head, labels, weights, chunk)
+    (grad,) = torch.autograd.grad(loss, states)
+    each = torch.nn.functional.cross_entropy(states @ head.T, labels, reduction="none")
+    weights = weights * (labels >= 0)
+    plain = 3 * (each * weights).sum() / weights.sum()
+    (expected,) = torch.autograd.grad(plain, states)
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_bf16_loss_is_close_to_the_float32_loss() -> None:
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(64, 32, generator=generator).bfloat16().requires_grad_()
+    head = torch.randn(500, 32, generator=generator).bfloat16()
+    labels = torch.randint(0, 500, (64,), generator=generator)
+    loss = frozen_head_ce(states, head, labels, torch.ones(64))
+    (grad,) = torch.autograd.grad(loss, states)
+    exact = states.detach().float().requires_grad_()
+    plain = torch.nn.functional.cross_entropy(exact @ head.float().T, labels)
+    (expected,) = torch.autograd.grad(plain, exact)
+    torch.testing.assert_close(loss, plain, rtol=0.02, atol=0.02)
+    assert (grad.float() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_a_batch_without_labels_gives_zero_and_no_nan() -> None:
+    states = torch.randn(4, 6, requires_grad=True)
+    for labels, weights in (
+        (torch.full((4,), -100), torch.ones(4)),
+        (torch.zeros(4, dtype=torch.long), torch.zeros(4)),
+    ):
+        loss = frozen_head_ce(states, torch.randn(9, 6), labels, weights)
+        (grad,) = torch.autograd.grad(loss, states)
+        assert loss.item() == 0.0 and not grad.any()
+
+
+def test_position_weights_decay_and_skip_unlabelled() -> None:
+    weights = position_weights(torch.tensor([[[4, 5, -100]]]), gamma=2.0)
+    torch.testing.assert_close(weights, torch.tensor([[[1.0, 0.60653066, 0.0]]]))
+
+
+def test_leading_run_stops_at_the_first_wrong_draft() -> None:
+    states = torch.eye(4)[[0, 1, 2, 3, 0, 2]]
+    labels = torch.tensor([[0, 1, 3], [3, -100, 2]])
+    assert leading_correct(states, torch.eye(4), labels).tolist() == [2, 1]
