@@ -21,13 +21,15 @@ LAYERS = (
     {"core"},
     {"attention", "cache", "decode", "drafters", "gguf", "prepack", "target"},
     {"pipeline"},
-    {"api", "data", "engine", "train"},
+    {"api", "data", "engine", "hf", "train"},
     {"evaluate", "export", "serve"},
     {"cli", "recipes"},
 )
 # Within a row only these. Left out on purpose: decode -> drafters or target, train -> engine.
 SIBLINGS = {
+    ("api", "hf"),  # the package lists its public names
     ("attention", "cache"),
+    ("hf", "api"),
     ("cli", "recipes"),
     ("drafters", "attention"),
     ("drafters", "cache"),

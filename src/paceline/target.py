@@ -341,7 +341,9 @@ def load_target(
         ValueError: a folder without weights, a corrupt GGUF, or a model that cannot be supported.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # loading takes a second; errors must stay readable
     kind = parse_dtype(dtype)
     source: str | Path = name
     if name == "smollm2":

@@ -451,6 +451,7 @@ def save_dflash(
         for name, text in (files or {}).items():
             (work / name).write_text(text)
         save_file(state, str(work / "model.safetensors"), metadata={"format": "pt"})
+        (work / "model.safetensors").chmod(0o644)
         (work / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
         if final.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{final.name}-old-", dir=final.parent))

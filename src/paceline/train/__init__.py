@@ -1,4 +1,4 @@
-"""Training of drafters: corpus, cached features, blocks, losses and the loop.
+"""Training: corpus and features in, a drafter folder out.
 
-Does not know decoding, serving or commands.
+Knows nothing about the engine, commands or measurements.
 """
