@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from paceline.core import SamplingParams
+from paceline.core import Completion, SamplingParams
+from paceline.evaluate.metrics import acceptance
 from paceline.pipeline import Pipeline
 
 # Largest top-2 margin that rounding can overturn: two units in the last place of a logit of ~20.
@@ -44,11 +45,13 @@ def verify(
     rounding of the dtype; anything else is a bug. Greedy or seeded sampling under ``match``.
     """
     differences: list[Difference] = []
+    replies: list[Completion] = []
     plain = pipeline.plain()
     for at in range(0, len(prompts), batch_size):
         part = prompts[at : at + batch_size]
         wanted = plain.generate(part, params, batch_size=batch_size)
         got = pipeline.generate(part, params, batch_size=batch_size)
+        replies += [output.outputs[0] for output in got]
         for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
             ids, other = a.outputs[0].token_ids, b.outputs[0].token_ids
             if ids != other:
@@ -63,6 +66,7 @@ def verify(
         "dtype": str(pipeline.target.dtype).removeprefix("torch."),
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
+        "acceptance_length_pooled": acceptance(replies).acceptance_length_pooled,
         "differences": [asdict(difference) for difference in differences],
     }
 

@@ -2,3 +2,7 @@
 
 Knows nothing about how training works.
 """
+
+from paceline.recipes.smollm2 import smollm2_dflash
+
+RECIPES = {"smollm2_dflash": smollm2_dflash}
