@@ -33,6 +33,7 @@ SIBLINGS = {
     ("cli", "recipes"),
     ("drafters", "attention"),
     ("drafters", "cache"),
+    ("drafters", "prepack"),
     ("drafters", "decode"),  # a drafter that samples draws with the same warp as the target
     ("target", "attention"),
     ("target", "cache"),

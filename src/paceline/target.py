@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.attention import IMPLEMENTATION, Packed, RaggedCache, register
 from paceline.core import Draft, Row
+from paceline.prepack import can_prepack, prepack
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _STATEFUL = (
@@ -368,6 +369,8 @@ def load_target(
     model = model.to(device)
     for weight in model.parameters():
         weight.requires_grad_(False)
+    if can_prepack(kind, model.device):
+        prepack(model)
     return Target(model, tokenizer, name=str(name))
 
 

@@ -22,6 +22,7 @@ from paceline.core import Draft, DraftContext, Row
 from paceline.decode.accept import draw
 from paceline.decode.warp import shape_probs
 from paceline.drafters.dflash import DFlashConfig, DFlashModule, draft_to_target, load_dflash
+from paceline.prepack import PackedLinear, can_prepack, prepack
 
 
 @dataclass
@@ -58,7 +59,9 @@ class DFlashDrafter:
         self.taps = tuple(config.target_layer_ids)
         self.vocabulary = None if d2t is None else draft_to_target(d2t).to(target.device)
         weight = target.head.weight.detach()
-        self._head_VD = weight if self.vocabulary is None else weight[self.vocabulary].contiguous()
+        rows = weight if self.vocabulary is None else weight[self.vocabulary].contiguous()
+        packs = can_prepack(target.dtype, target.device)
+        self._head: Any = PackedLinear(rows) if packs else (lambda flat: F.linear(flat, rows))
 
     @classmethod
     def load(
@@ -66,6 +69,8 @@ class DFlashDrafter:
     ) -> DFlashDrafter:
         """Load a plain DFlash folder for this target, in the target's dtype and device."""
         config, module, d2t = load_dflash(folder, target.dtype)
+        if can_prepack(target.dtype, target.device):
+            prepack(module)
         return cls(config, module.to(target.device), d2t, target, samples=samples)
 
     def new_state(self, slots: int) -> DFlashState:
@@ -174,7 +179,7 @@ class DFlashDrafter:
         states = self.module.final(hidden).view(len(rows), b, -1)[:, 1:]
         # reshape, never a strided slice: with frozen weights a slice takes a 20 times slower path.
         flat = states.reshape(-1, states.shape[-1])
-        return F.linear(flat, self._head_VD).float().view(len(rows), b - 1, -1)
+        return self._head(flat).float().view(len(rows), b - 1, -1)
 
     def _to_target(self, ids: Tensor) -> Tensor:
         return ids if self.vocabulary is None else self.vocabulary[ids.to(self.vocabulary.device)]
