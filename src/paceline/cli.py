@@ -124,6 +124,10 @@ def verify(
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 8,
     temperature: Annotated[float, typer.Option(help="Above 0: seeded sampling.")] = 0.0,
+    samples: Annotated[
+        int, typer.Option(help="Above 0: also compare the distribution of so many replies.")
+    ] = 0,
+    accept: Annotated[str, typer.Option(help="match, or rejection (distribution only).")] = "match",
     json_file: JsonOption = None,
 ) -> None:
     """Check that speculation does not change the output; exit code 1 on a bug.
@@ -132,11 +136,18 @@ def verify(
     """
     import paceline
     from paceline.data.prompts import read_prompts
+    from paceline.evaluate.verify import check_distribution
     from paceline.evaluate.verify import verify as compare
 
     chats = read_prompts(prompts, limit)
     params = paceline.SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=0)
-    pipeline = paceline.load(target, drafter, dtype=dtype)
+    pipeline = paceline.load(target, drafter, dtype=dtype, accept=accept)
+    if samples or accept == "rejection":
+        figures = check_distribution(pipeline, chats[0], params, samples)
+        for row in figures["distribution"]:
+            typer.echo(f"position {row['position']}: p = {row['p_value']:.3g}, {row['bins']} bins")
+        write_json(json_file, figures)
+        raise typer.Exit(1 if figures["bugs"] else 0)
     figures = compare(
         pipeline,
         chats,

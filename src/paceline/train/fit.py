@@ -16,7 +16,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Trainee:
     embedding_VD: Tensor
     vocabulary: Tensor | None  # target ids [V'] of the draft vocabulary
     to_draft: Tensor  # [V] draft index of a target id, -100 outside the draft vocabulary
+    totals: dict[str, float] = field(default_factory=lambda: {"blocks": 0.0, "positions": 0.0})
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -226,6 +227,7 @@ def save_checkpoint(path: Path, trainee: Trainee, step: int) -> None:
         "scales": trainee.scales,
         "vocabulary": trainee.vocabulary,
         "optimizer": trainee.optimizer.state_dict(),
+        "totals": trainee.totals,
     }
     torch.save(state, work)
     os.replace(work, path)
@@ -239,6 +241,7 @@ def load_checkpoint(path: Path, trainee: Trainee) -> int:
             master.copy_(state["masters"][name])
     trainee.scales.update(state["scales"])
     trainee.optimizer.load_state_dict(state["optimizer"])
+    trainee.totals = state["totals"]
     trainee.publish()
     return int(state["step"])
 
@@ -344,7 +347,7 @@ def _watched(
 ) -> Iterator[int]:
     """Steps with logging, evaluation and checkpoints around them; yields each finished step."""
     saved = began = time.monotonic()
-    totals = {"blocks": 0.0, "positions": 0.0}
+    totals, at_start = trainee.totals, trainee.totals["positions"]
     for step in range(first, config.steps):
         figures = train_step(config, trainee, train, step)
         for name in totals:
@@ -353,7 +356,7 @@ def _watched(
         if done % 50 == 0 or done == config.steps:
             spent = time.monotonic() - began
             figures |= {"step": done, "seconds": round(spent, 1)}
-            figures["positions_per_second"] = round(totals["positions"] / spent)
+            figures["positions_per_second"] = round((totals["positions"] - at_start) / spent)
             _append(run / "log.jsonl", figures)
             log(f"step {done}/{config.steps} loss {figures['loss']:.3f} {figures}")
         if done % config.eval_every == 0 or done == config.steps:
