@@ -36,7 +36,7 @@ class Packed:
     counts: list[int]
     ancestors: list[Tensor | None]
     bidirectional: bool = False
-    _masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int], list[Tensor | None]] = field(default_factory=dict)
     _targets: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -60,11 +60,16 @@ class Packed:
             return 0
         return max(0, self.starts[row] - window + 1)
 
-    def mask(self, row: int, window: int | None) -> Tensor | None:
-        """[n, end - first_visible] bool, or None when every node sees everything from there."""
-        if window not in self._masks:
-            self._masks[window] = [self._make_mask(r, window) for r in range(len(self.slots))]
-        return self._masks[window][row]
+    def mask(self, row: int, window: int | None, heads: int) -> Tensor | None:
+        """[heads * n, end - first_visible] bool; None when every node sees everything from there.
+
+        The row's mask stands ``heads`` times, once per query head of a key head. All layers share it.
+        """
+        key = window, heads
+        if key not in self._masks:
+            masks = [self._make_mask(r, window) for r in range(len(self.slots))]
+            self._masks[key] = [None if mask is None else mask.repeat(heads, 1) for mask in masks]
+        return self._masks[key][row]
 
     def _make_mask(self, row: int, window: int | None) -> Tensor | None:
         start, count, device = self.starts[row], self.counts[row], self.ids_T.device
@@ -170,9 +175,7 @@ def packed_attention(
         offset += count
         # The query heads that share a key head become further queries of it: no copies of K and V.
         q = q.reshape(G, H // G * count, -1)
-        mask = batch.mask(row, window)
-        if mask is not None:
-            mask = mask.repeat(H // G, 1)
+        mask = batch.mask(row, window, H // G)
         if sinks_H is None and softcap is None:
             out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale)[0]
         else:
