@@ -129,3 +129,38 @@ def test_greedy_takes_the_first_of_equals(vocab: int) -> None:
     logits[:, [2, 3, vocab - 1]] = 1.0
     rows = [new_row([1], SamplingParams()) for _ in range(3)]
     assert warp(logits, Draft.empty(3), rows).sample([0.0] * 3) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("name", list(drafters(9, 1)))
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_constraint_without_continuation_behind_a_wrong_draft_is_no_error(
+    name: str, raises: bool
+) -> None:
+    """Tokens must alternate in parity; a history that does not has no continuation at all."""
+
+    def alternate(ids: Tensor, scores: Tensor) -> Tensor:
+        history = ids[0].tolist()
+        legal = all(a % 2 != b % 2 for a, b in zip(history, history[1:], strict=False))
+        if not legal and raises:
+            raise ValueError("the grammar has no such state")
+        parity = torch.arange(scores.shape[-1]) % 2
+        keep = (parity != history[-1] % 2) if legal else torch.zeros_like(parity).bool()
+        return scores.masked_fill(~keep, float("-inf"))
+
+    model = TableLM.random(9, seed=4)
+    params = [SamplingParams(max_tokens=14, logits_processors=(alternate,))]
+    gold = truths(model, [[2, 3]], params)
+    drafter = drafters(9, 4)[name]({0: gold[0].token_ids})
+    (row,) = decode(model, [new_row([2, 3], params[0])], drafter, match)
+    assert row.output == gold[0].token_ids
+
+
+def test_a_node_without_a_distribution_is_an_error_once_it_is_reached() -> None:
+    """The draft is right, but the model is NaN behind it."""
+    logits = torch.tensor([[0.0, 5.0, 0.0], [float("nan")] * 3])
+    rows = [new_row([0], SamplingParams(), request=3)]
+    law = warp(logits, Draft.chain(torch.tensor([[1]]), [1]), rows)
+    with pytest.raises(ValueError, match="request 3"):
+        match(Draft.chain(torch.tensor([[1]]), [1]), law, rows)
+    wrong = Draft.chain(torch.tensor([[2]]), [1])
+    assert match(wrong, warp(logits, wrong, rows), rows).tokens == [[1]]

@@ -46,6 +46,8 @@ def match(draft: Draft, law: Law, rows: Sequence[Row]) -> Verdict:
         node = -1
         while True:
             token = drawn[first + node + 1]
+            if token < 0:
+                law.probs(first + node + 1)  # raises: this node has no distribution
             child = children.get((node, token))
             if child is None:
                 break

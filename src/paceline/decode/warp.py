@@ -11,7 +11,7 @@ tokens sees the node's own path: prompt, output and the draft tokens from the ro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,22 +23,36 @@ class TargetLaw:
     """Distributions of T packed nodes. A greedy node is one-hot and is stored as its index.
 
     ``dense_SV`` holds the sampled nodes only; ``nodes_S`` says which packed nodes they are.
+    ``faults`` are nodes without a distribution: behind a draft that can never be accepted a
+    constraint may leave no token. They are an error only if an accept rule arrives there.
     """
 
-    def __init__(self, points_T: list[int], nodes_S: list[int], dense_SV: Tensor) -> None:
+    def __init__(
+        self,
+        points_T: list[int],
+        nodes_S: list[int],
+        dense_SV: Tensor,
+        faults: Mapping[int, Exception] | None = None,
+    ) -> None:
         self._points_T, self._nodes_S, self._dense_SV = points_T, nodes_S, dense_SV
         self._place = {node: place for place, node in enumerate(nodes_S)}
+        self._faults = dict(faults or {})
 
     def sample(self, uniforms: Sequence[float]) -> list[int]:
-        """One token per node: the first whose cumulative probability exceeds the number."""
-        tokens = list(self._points_T)
+        """One token per node: the first whose cumulative probability exceeds the number.
+
+        -1 at a node without a distribution; ``probs`` of that node says why.
+        """
+        tokens = [-1 if i in self._faults else point for i, point in enumerate(self._points_T)]
         drawn = inverse_cdf(self._dense_SV, [uniforms[node] for node in self._nodes_S])
         for node, token in zip(self._nodes_S, drawn, strict=True):
             tokens[node] = token
         return tokens
 
     def probs(self, node: int) -> Tensor:
-        """The dense distribution [V] of one node, fp32."""
+        """The dense distribution [V] of one node, fp32. Raises if the node has none."""
+        if node in self._faults:
+            raise self._faults[node]
         if node in self._place:
             return self._dense_SV[self._place[node]]
         out = self._dense_SV.new_zeros(self._dense_SV.shape[-1])
@@ -58,28 +72,34 @@ def inverse_cdf(probs_TV: Tensor, uniforms: Sequence[float]) -> list[int]:
 def warp(logits_TV: Tensor, draft: Draft, rows: Sequence[Row]) -> TargetLaw:
     """Target distributions of every row's root and draft nodes, rows behind one another.
 
-    Raises ValueError naming the request when a row's logits are NaN or leave no token possible.
+    Raises ValueError naming the request when the logits at a root are NaN or leave no token
+    possible; at a draft node that is an error only once the node is reached (`TargetLaw`).
     """
-    logits = logits_TV.float()
-    plain = all(is_plain(row.params, len(row.output)) for row in rows)
-    changed = logits if plain else _change(logits, draft, rows)
+    changed, faults = logits_TV.float(), dict[int, Exception]()
+    if not all(is_plain(row.params, len(row.output)) for row in rows):
+        changed = _change(changed, draft, rows, faults)
     top = changed.max(-1)  # as argmax: the first of equals
     levels = top.values.tolist()
     groups: dict[SamplingParams, list[int]] = {}
     first = 0
     for row, size in zip(rows, draft.sizes_B, strict=True):
-        if not all(map(math.isfinite, levels[first : first + size + 1])):
-            raise ValueError(
-                f"request {row.request}: the target's logits are NaN or infinite, or its sampling "
-                "parameters leave no token possible"
-            )
+        for node in range(first, first + size + 1):
+            if not math.isfinite(levels[node]):
+                text = (
+                    f"request {row.request}: the target's logits are NaN or infinite, or its "
+                    "sampling parameters leave no token possible"
+                )
+                faults.setdefault(node, ValueError(text))
+        if first in faults:
+            raise faults[first]
         if row.params.temperature > 0:
-            groups.setdefault(_cuts(row.params), []).extend(range(first, first + size + 1))
+            sound = [node for node in range(first, first + size + 1) if node not in faults]
+            groups.setdefault(_cuts(row.params), []).extend(sound)
         first += size + 1
     # Rows that share temperature and cuts are shaped together: calls per setting, not per row.
     dense = [shape_probs(changed[nodes], params) for params, nodes in groups.items()]
     nodes_S = [node for nodes in groups.values() for node in nodes]
-    return TargetLaw(top.indices.tolist(), nodes_S, torch.cat([changed[:0], *dense]))
+    return TargetLaw(top.indices.tolist(), nodes_S, torch.cat([changed[:0], *dense]), faults)
 
 
 def _cuts(params: SamplingParams) -> SamplingParams:
@@ -126,8 +146,13 @@ def shape_probs(logits_NV: Tensor, params: SamplingParams) -> Tensor:
     return probs
 
 
-def _change(logits: Tensor, draft: Draft, rows: Sequence[Row]) -> Tensor:
-    """Apply everything that looks at tokens, node by node, for the rows that ask for it."""
+def _change(
+    logits: Tensor, draft: Draft, rows: Sequence[Row], faults: dict[int, Exception]
+) -> Tensor:
+    """Apply everything that looks at tokens, node by node, for the rows that ask for it.
+
+    A processor may refuse a path that the target would never take: noted in ``faults``.
+    """
     logits = logits.clone()
     first = 0
     for b, (row, size) in enumerate(zip(rows, draft.sizes_B, strict=True)):
@@ -138,7 +163,12 @@ def _change(logits: Tensor, draft: Draft, rows: Sequence[Row]) -> Tensor:
             for parent, token in zip(parents, tokens, strict=True):
                 paths.append(paths[parent + 1] + [token])
             for node, path in enumerate(paths):
-                logits[first + node] = _change_node(logits[first + node], row, path)
+                try:
+                    logits[first + node] = _change_node(logits[first + node], row, path)
+                except Exception as error:
+                    if not path:
+                        raise
+                    faults[first + node] = error
         first += size + 1
     return logits
 
