@@ -19,7 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A room may import every room of an earlier row. The package's own __init__ belongs to `api`.
 LAYERS = (
     {"core"},
-    {"attention", "cache", "decode", "drafters", "gguf", "prepack", "target"},
+    {"attention", "cache", "decode", "drafters", "gguf", "prepack", "support", "target"},
     {"pipeline"},
     {"api", "data", "engine", "hf", "train"},
     {"evaluate", "export", "serve"},
@@ -35,6 +35,8 @@ SIBLINGS = {
     ("drafters", "cache"),
     ("drafters", "prepack"),
     ("drafters", "decode"),  # a drafter that samples draws with the same warp as the target
+    ("support", "attention"),
+    ("target", "support"),
     ("target", "attention"),
     ("target", "cache"),
     ("target", "gguf"),

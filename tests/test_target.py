@@ -116,3 +116,58 @@ def test_bad_targets(tmp_path: Path) -> None:
         load_target(str(broken))
     with pytest.raises(ValueError, match="bf16, fp16, fp32"):
         load_target(str(tmp_path / "x.gguf"), dtype="int3")
+
+
+def phimoe() -> transformers.PreTrainedConfig:
+    return transformers.PhimoeConfig(
+        **TINY | {"num_hidden_layers": 2}, sliding_window=8, num_local_experts=4
+    )
+
+
+def qwen2_moe() -> transformers.PreTrainedConfig:
+    return transformers.Qwen2MoeConfig(
+        **TINY,
+        sliding_window=8,
+        use_sliding_window=True,
+        max_window_layers=0,
+        num_experts=4,
+        layer_types=["sliding_attention"] * 3,
+    )
+
+
+def stablelm() -> transformers.PreTrainedConfig:
+    return transformers.StableLmConfig(**TINY)
+
+
+def nested_rope() -> transformers.PreTrainedConfig:
+    config = transformers.LlamaConfig(**TINY)
+    config.rope_parameters = {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}
+    return config
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(phimoe, "window"), (qwen2_moe, "window"), (stablelm, "layer 0"), (nested_rope, "dynamic")],
+)
+def test_masks_and_ropes_out_of_our_control_are_refused(make, reason: str) -> None:
+    config = make()
+    plain = transformers.LlamaConfig(**TINY) if make is nested_rope else config
+    model = transformers.AutoModelForCausalLM.from_config(plain).float()
+    model.config = config
+    with pytest.raises(ValueError, match=reason):
+        Target(model)
+
+
+def test_a_target_with_missing_weights_is_refused_by_name(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny_model("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    del state["model.layers.1.mlp.down_proj.weight"]
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="layers.1.mlp.down_proj"):
+        load_target(str(tmp_path), dtype="fp32")
+    file.write_bytes(b"no tensors here")
+    with pytest.raises(ValueError, match="cannot load target"):
+        load_target(str(tmp_path), dtype="fp32")

@@ -105,6 +105,7 @@ class RaggedCache:
         self.lengths = [0] * slots
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.batch: Packed | None = None  # the layout of the forward that is running
+        self.windows: dict[int, int | None] = {}  # the window each layer asked for
 
     def write(self, layer: int, k_GTd: Tensor, v_GTd: Tensor, batch: Packed) -> None:
         """Store the nodes' keys and values in their rows' slots, growing the layer if needed."""
@@ -222,13 +223,15 @@ def transformers_attention(
 ) -> tuple[Tensor, None]:
     """The function registered with transformers: [1, H, T, d] in, [1, T, H, d] out.
 
-    Needs ``ragged_cache`` among the model's keyword arguments, with its ``batch`` set.
+    Raises ValueError when the model does not hand the packed layout on, or masks by itself.
     """
-    assert ragged_cache is not None and ragged_cache.batch is not None, (
-        "call through Target.forward"
-    )
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if ragged_cache is None or ragged_cache.batch is None:
+        raise ValueError(f"layer {layer} does not hand keyword arguments on to its attention")
+    if attention_mask is not None:
+        raise ValueError(f"layer {layer} brings an attention mask of its own")
     batch = ragged_cache.batch
+    ragged_cache.windows[layer] = sliding_window
     ragged_cache.write(layer, key[0], value[0], batch)
     out = packed_attention(
         query[0],

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +27,9 @@ DrafterOption = Annotated[
     str, typer.Option(help="Packaged name, DFlash folder, ngram, model:NAME, none or default.")
 ]
 DtypeOption = Annotated[str, typer.Option(help="bf16, fp16 or fp32.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures here, too.")]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", dir_okay=False, help="Write the figures here, too.")
+]
 TokensOption = Annotated[int, typer.Option(help="At most this many new tokens per reply.")]
 
 
@@ -36,11 +39,15 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(handle, "w") as stream:
-        json.dump(figures, stream, indent=1)
-        stream.write("\n")
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+    try:
+        with os.fdopen(handle, "w") as stream:
+            json.dump(figures, stream, indent=1, allow_nan=False)
+            stream.write("\n")
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 @app.command()
@@ -159,7 +166,7 @@ def verify(
     for difference in figures["differences"]:
         typer.echo(
             f"prompt {difference['prompt']}: differs at token {difference['position']}, "
-            f"top-2 margin {difference['margin']:.4g}: {difference['verdict']}"
+            f"top-2 margin {difference['margin']}: {difference['verdict']}"
         )
     counts = ", ".join(f"{figures[k]} {k}" for k in ("prompts", "identical", "near_ties", "bugs"))
     typer.echo(f"{counts} ({figures['dtype']})")
@@ -252,9 +259,12 @@ def main() -> None:
     run: Callable[..., Any] = app
     try:
         run()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"paceline: {error}", err=True)
         sys.exit(2)
+    except Exception:  # exit code 1 is a bug that verify found, never a crash
+        traceback.print_exc()
+        sys.exit(3)
 
 
 if __name__ == "__main__":

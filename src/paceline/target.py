@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,9 @@ from torch import Tensor, nn
 from paceline.attention import IMPLEMENTATION, Packed, RaggedCache, register
 from paceline.core import Draft, Row
 from paceline.prepack import can_prepack, prepack
+from paceline.support import keep_output, probe, refuse_state
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_STATEFUL = (
-    "linear_attention",
-    "mamba",
-    "conv",
-    "recurrent",
-    "ssm",
-    "rwkv",
-    "gated_delta",
-    "rglru",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +69,9 @@ class Target:
         self.num_layers: int = text.num_hidden_layers
         self.max_length: int = getattr(text, "max_position_embeddings", None) or 2**31
         register()
-        _refuse_state(text, self.layers)
+        refuse_state(text, self.layers)
         if check:
-            _probe(self)
+            probe(self)
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +118,7 @@ class Target:
         outputs of the named layers, as HF's ``hidden_states[id + 1]``; no other layer is kept.
         """
         states: dict[int, Tensor] = {}
-        hooks = [self.layers[i].register_forward_hook(_keep(states, i)) for i in taps]
+        hooks = [self.layers[i].register_forward_hook(keep_output(states, i)) for i in taps]
         config, before = self.config, self.config._attn_implementation
         cache.batch = batch
         try:
@@ -230,13 +221,6 @@ def _ancestors(parents: Sequence[int], waiting: int) -> Tensor:
     return seen
 
 
-def _keep(states: dict[int, Tensor], layer: int) -> Callable[..., None]:
-    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        states[layer] = (output[0] if isinstance(output, tuple) else output)[0]
-
-    return hook
-
-
 def _decoder_layers(model: Any, count: int) -> nn.ModuleList:
     """The list of decoder layers, found by its length."""
     for module in model.modules():
@@ -244,89 +228,6 @@ def _decoder_layers(model: Any, count: int) -> nn.ModuleList:
             if all(any(True for _ in layer.parameters()) for layer in module):
                 return module
     raise ValueError(f"{type(model).__name__}: found no list of {count} decoder layers")
-
-
-def _refuse_state(config: Any, layers: nn.ModuleList) -> None:
-    """Refuse models whose layers keep state that cannot be rolled back."""
-    for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if any(word in kind for word in _STATEFUL):
-            raise ValueError(
-                f"layer {i} is {kind!r}: its state cannot be rolled back after a rejected draft, "
-                "so speculative decoding would change the output; this model is not supported"
-            )
-    for i, layer in enumerate(layers):
-        for name, module in layer.named_modules():
-            kind = type(module).__name__.lower()
-            if any(word in kind for word in ("mamba", "rwkv", "recurrent", "deltanet", "conv1d")):
-                if type(module) is nn.Conv1d or "conv1d" not in kind:
-                    raise ValueError(
-                        f"layer {i} ({name}: {type(module).__name__}) keeps a state that cannot be "
-                        "rolled back after a rejected draft; this model is not supported"
-                    )
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        raise ValueError(
-            f"rope type {rope['rope_type']!r} changes with the longest row of a batch, so a row "
-            "would depend on its neighbours; this model is not supported"
-        )
-
-
-@torch.inference_mode()
-def _probe(target: Target) -> None:
-    """Compare a packed, split forward with a plain one; name the first layer that differs.
-
-    Costs two forwards of seven tokens. A layer that never calls the packed attention, or that
-    keeps state of its own, cannot pass.
-    """
-    ids = [(7 * i + 3) % target.vocab_size for i in range(7)]
-    every = range(target.num_layers)
-    cache = target.new_cache(2)
-    try:
-        for start, stop in ((0, 4), (4, 7)):
-            batch = _two_rows(ids, start, stop, target.device)
-            _, taps = target.forward(batch, cache, torch.tensor([stop - start - 1]), every)
-            cache.lengths = [stop, stop]
-    except TypeError as error:
-        raise ValueError(
-            f"{type(target.model).__name__} does not accept packed inputs: {error}"
-        ) from error
-    for i in every:
-        if i not in cache.layers:
-            raise ValueError(
-                f"layer {i} of {type(target.model).__name__} does not use transformers' attention "
-                "interface, so a custom mask would be ignored; this model is not supported"
-            )
-    assert taps is not None
-    states: dict[int, Tensor] = {}
-    hooks = [target.layers[i].register_forward_hook(_keep(states, i)) for i in every]
-    try:
-        target.next_logits(ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    tolerance = 1e-3 if target.dtype == torch.float32 else 0.25
-    for i in every:
-        packed = taps[:3, i * target.hidden_size : (i + 1) * target.hidden_size].float()
-        plain = states[i][4:7].float()
-        gap = float((packed - plain).norm() / plain.norm().clamp_min(1e-6))
-        if not gap < tolerance:
-            raise ValueError(
-                f"layer {i} of {type(target.model).__name__} gives another result when its tokens "
-                f"arrive in two parts (relative error {gap:.2g}): it keeps a state or a mask "
-                "that Paceline cannot control; this model is not supported"
-            )
-
-
-def _two_rows(ids: list[int], start: int, stop: int, device: torch.device) -> Packed:
-    n = stop - start
-    return Packed(
-        ids_T=torch.tensor(ids[start:stop] * 2, device=device),
-        positions_T=torch.tensor(list(range(start, stop)) * 2, device=device),
-        slots=[0, 1],
-        starts=[start, start],
-        counts=[n, n],
-        ancestors=[None, None],
-    )
 
 
 def load_target(
@@ -341,6 +242,7 @@ def load_target(
     Raises:
         ValueError: a folder without weights, a corrupt GGUF, or a model that cannot be supported.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -360,11 +262,13 @@ def load_target(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=kind, trust_remote_code=trust_remote_code
+            loading: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype=kind, trust_remote_code=trust_remote_code, output_loading_info=True
             )
+            model, report = loading
+            _check_loaded(name, report)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot load target {name!r}: {error}") from error
     model = model.to(device)
     for weight in model.parameters():
@@ -372,6 +276,17 @@ def load_target(
     if can_prepack(kind, model.device):
         prepack(model)
     return Target(model, tokenizer, name=str(name))
+
+
+def _check_loaded(name: str, report: Mapping[str, Any]) -> None:
+    """No weight may stay random; a tensor that the model does not know is worth a word."""
+    for kind in ("missing_keys", "mismatched_keys"):
+        if report[kind]:
+            names = ", ".join(sorted(map(str, report[kind]))[:5])
+            raise ValueError(f"target {name!r}: {kind.partition('_')[0]} tensors: {names}")
+    if report["unexpected_keys"]:
+        names = ", ".join(sorted(report["unexpected_keys"])[:5])
+        warnings.warn(f"target {name!r} holds tensors its model ignores: {names}", stacklevel=3)
 
 
 def _check_folder(folder: Path) -> None:

@@ -15,6 +15,7 @@ from paceline.drafters.dflash import DFlashConfig, DFlashModule, init_random
 from paceline.drafters.dflash_draft import DFlashDrafter
 from paceline.pipeline import Pipeline
 from paceline.train.blocks import Blocks, block_states
+from paceline.train.start import embedding_table
 from tiny import tiny_target
 
 B = 5
@@ -54,12 +55,12 @@ def training_logits(
         labels_RAk=torch.zeros(1, len(anchors), B - 1, dtype=torch.int64),
         keep_RA=torch.ones(1, len(anchors), dtype=torch.bool),
     )
-    hidden = block_states(drafter.module, blocks, target.embedding.weight)
+    hidden = block_states(drafter.module, blocks, embedding_table(target.model, torch.float32))
     return (hidden.view(len(anchors), B, -1)[:, 1:] @ target.head.weight.T).float()
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
 def test_drafts_of_a_session_are_what_training_saw(kind: str, causal: bool, monkeypatch) -> None:
     target = tiny_target(kind)
     drafter = drafter_of(target, causal)

@@ -48,7 +48,7 @@ class Session:
     """B rows that decode together; rows join with ``add`` and leave when they finish.
 
     ``step`` runs one round over the live rows and returns the ids each committed. A fresh row's
-    first round is its prefill: it drafts nothing, scores its prompt and commits one token.
+    first round is its prefill: it scores its prompt, with drafts only if its drafter needs no taps.
     """
 
     target: Scorer

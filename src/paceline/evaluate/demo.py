@@ -77,9 +77,9 @@ def run_demo(target: str, drafter: str, dtype: str, max_new_tokens: int) -> dict
             f"{row['acceptance_length']:.2f}",
             row["identical"],
         )
-    spent, plain = (sum(row[key] for row in rows) for key in ("seconds", "plain_seconds"))
+    spent, plain = (sum(row[key] for row in rows) or 1e-9 for key in ("seconds", "plain_seconds"))
     tokens, plain_tokens = (sum(row[key] for row in rows) for key in ("tokens", "plain_tokens"))
-    total = (tokens / spent) / (plain_tokens / plain)
+    total = (tokens / spent) / (plain_tokens / plain) if plain_tokens else 1.0
     median = statistics.median(row["speedup_vs_plain"] for row in rows)
     console.print(table)
     console.print(f"All prompts: {total:.2f}x plain decoding (median {median:.2f}x), batch 1.")
@@ -92,6 +92,11 @@ def run_demo(target: str, drafter: str, dtype: str, max_new_tokens: int) -> dict
     }
 
 
+def decoded(reply: Completion) -> int:
+    """Tokens committed after the prefill round, which the clock leaves out."""
+    return sum(r.committed for r in reply.rounds[1:])
+
+
 def _compare(pipeline: Pipeline, kind: str, prompt: str, params: SamplingParams) -> dict[str, Any]:
     print(f"\n[{kind}] {prompt}\n")
     reply, seconds = timed_reply(pipeline, prompt, params, show=True)
@@ -100,19 +105,18 @@ def _compare(pipeline: Pipeline, kind: str, prompt: str, params: SamplingParams)
     if reply.token_ids != plain.token_ids:
         start = pipeline.encode(prompt)
         verdict = judge(pipeline, 0, start, plain.token_ids, reply.token_ids)
-        identical = "no" if verdict.verdict == "bug" else f"near-tie ({verdict.margin:.3g})"
-    # The first token comes from the prefill, which the clock leaves out.
-    speed = (len(reply.token_ids) - 1) / seconds
-    plain_speed = (len(plain.token_ids) - 1) / plain_seconds
+        identical = "no" if verdict.verdict == "bug" else f"near-tie ({verdict.margin})"
+    tokens, plain_tokens = decoded(reply), decoded(plain)
+    speed, plain_speed = tokens / max(seconds, 1e-9), plain_tokens / max(plain_seconds, 1e-9)
     return {
         "kind": kind,
-        "tokens": len(reply.token_ids) - 1,
-        "plain_tokens": len(plain.token_ids) - 1,
+        "tokens": tokens,
+        "plain_tokens": plain_tokens,
         "seconds": seconds,
         "plain_seconds": plain_seconds,
         "tokens_per_second": speed,
         "plain_tokens_per_second": plain_speed,
-        "speedup_vs_plain": speed / plain_speed,
+        "speedup_vs_plain": speed / plain_speed if tokens and plain_tokens else 1.0,
         "acceptance_length": acceptance([reply]).acceptance_length_pooled,
         "identical": identical,
     }

@@ -28,7 +28,7 @@ class Difference:
     position: int
     plain_token: int
     speculative_token: int
-    margin: float
+    margin: float | None  # None: the two tokens are not rivals there
     verdict: str
 
 
@@ -45,6 +45,8 @@ def verify(
     A near-tie is a first divergence between the target's two best tokens whose margin is within
     rounding of the dtype; anything else is a bug. Greedy or seeded sampling under ``match``.
     """
+    _refuse_empty(pipeline, params, batch_size)
+    pipeline.rows(prompts, params)  # bad prompts are named before any work is done
     differences: list[Difference] = []
     replies: list[Completion] = []
     plain = pipeline.plain()
@@ -70,6 +72,21 @@ def verify(
         "acceptance_length_pooled": acceptance(replies).acceptance_length_pooled,
         "differences": [asdict(difference) for difference in differences],
     }
+
+
+def _refuse_empty(pipeline: Pipeline, params: SamplingParams, batch_size: int) -> None:
+    """A check that compares nothing, or judges by a rule that does not apply, must not pass."""
+    if batch_size < 1:
+        raise ValueError("batch_size must be at least 1")
+    if pipeline.drafter is None:
+        raise ValueError("without a drafter there is nothing to verify")
+    if params.max_tokens < 1:
+        raise ValueError("max_tokens must be at least 1")
+    if params.temperature > 0 and pipeline.target.dtype != torch.float32:
+        raise ValueError(
+            "seeded replies agree token for token in fp32 only; use dtype fp32, or compare the "
+            "distributions with samples"
+        )
 
 
 def distribution(
@@ -127,13 +144,12 @@ def judge(
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     plain = wanted[at] if at < len(wanted) else -1
     other = got[at] if at < len(got) else -1
-    margin = float("inf")
+    margin = None
     if plain >= 0 and other >= 0:
         logits = pipeline.target.next_logits(start + wanted[:at]).float()
-        margin = abs(float(logits[plain] - logits[other]))
-        rivals = {plain, other} <= set(logits.topk(3).indices.tolist())
-        margin = margin if rivals else float("inf")
-    tie = margin <= TIE_MARGIN[pipeline.target.dtype]
+        if {plain, other} <= set(logits.topk(3).indices.tolist()):
+            margin = abs(float(logits[plain] - logits[other]))
+    tie = margin is not None and margin <= TIE_MARGIN[pipeline.target.dtype]
     return Difference(
         prompt=prompt,
         position=at,

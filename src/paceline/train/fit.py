@@ -30,7 +30,7 @@ from paceline.train.config import Phase, TrainConfig
 from paceline.train.corpus import Row, count_tokens, draft_vocabulary, read_corpus
 from paceline.train.features import FeatureRow, capture_shards, load_frozen, open_shards
 from paceline.train.losses import frozen_head_ce, leading_correct, position_weights
-from paceline.train.start import drafter_config, feature_scales, start_module
+from paceline.train.start import drafter_config, embedding_table, feature_scales, start_module
 
 
 @dataclass(kw_only=True)
@@ -90,7 +90,7 @@ def make_trainee(
             value / scales[name] if name in scales else value.clone()
         )
     module = DFlashModule(shape).to(dtype)
-    embedding = target.get_input_embeddings().weight.detach().to(dtype)
+    embedding = embedding_table(target, dtype)
     head = target.get_output_embeddings().weight.detach().to(dtype)
     vocabulary, to_draft = None, torch.arange(shape.vocab_size)
     if shape.draft_vocab_size is not None:

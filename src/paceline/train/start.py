@@ -15,6 +15,26 @@ from paceline.drafters.dflash import DFlashConfig, DFlashModule, init_random, lo
 from paceline.train.config import TrainConfig
 from paceline.train.features import FeatureRow
 
+_MUST_AGREE = (  # what the weights of an earlier drafter were trained with
+    "hidden_size",
+    "num_hidden_layers",
+    "target_layer_ids",
+    "mask_token_id",
+    "causal",
+    "layer_types",
+    "sliding_window",
+    "rms_norm_eps",
+    "rope_theta",
+)
+
+
+@torch.no_grad()
+def embedding_table(target: Any, dtype: torch.dtype) -> Tensor:
+    """Input embeddings [V, D] as the target's own forward sees them (some models scale them)."""
+    module = target.get_input_embeddings()
+    out: Tensor = module(torch.arange(module.weight.shape[0])).to(dtype)
+    return out
+
 
 def drafter_config(config: TrainConfig, target: Any) -> DFlashConfig:
     """The drafter's shape: the target's own layer shape, as many layers as ``init_layers``."""
@@ -57,11 +77,10 @@ def start_module(
     """A module in float32 with every weight set, from ``init_from`` or from target layers."""
     if config.init_from:
         theirs, module, _ = load_dflash(config.init_from, torch.float32)
-        if (
-            theirs.target_layer_ids != shape.target_layer_ids
-            or theirs.hidden_size != shape.hidden_size
-        ):
-            raise ValueError(f"{config.init_from} has other taps or another width than this run")
+        for name in _MUST_AGREE:
+            old, new = getattr(theirs, name), getattr(shape, name)
+            if old != new:
+                raise ValueError(f"{config.init_from} has {name} {old}, this run {new}")
         return module
     module = DFlashModule(shape)
     generator = torch.Generator().manual_seed(config.seed)
