@@ -12,15 +12,17 @@ from typing import Any
 class Detokenizer:
     """Turns a growing reply into text; the joined pieces equal decoding the whole reply.
 
-    Each push decodes a short window only, so its cost does not grow with the reply.
+    Each push decodes a short window of ids only, so its cost does not grow with the reply. Where a
+    byte-fallback tokenizer turns a whole run of bytes into U+FFFD because its last character is
+    broken, the characters that were shown already stay.
     """
 
     _WINDOW = 6
+    _LONGEST_CHARACTER = 4  # bytes in UTF-8, so also ids
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, list(stops)
-        self._ids: list[int] = []
-        self._base = 0  # ids before it lie outside the window
+        self._ids: list[int] = []  # the window
         self._known = 0  # characters of the window that are in ``text``
         self.text = ""
         self._emitted = 0
@@ -34,20 +36,33 @@ class Detokenizer:
         """
         self._may_stop = may_stop
         self._ids.append(token)
-        now = self._decode(self._ids[self._base :])
+        now = self._decode(self._ids)
         # U+FFFD at the end may be the first bytes of a character; what stands before is certain.
         certain = now.rstrip("\ufffd")
         self._append(certain[self._known :])
         self._known = max(self._known, len(certain))
-        if certain == now and len(self._ids) - self._base >= 2 * self._WINDOW:
-            self._move_window()
+        if len(self._ids) >= 2 * self._WINDOW and self.stopped is None:
+            self._shorten(now, certain == now)
         return self.stopped
 
-    def _move_window(self) -> None:
-        base = len(self._ids) - self._WINDOW
-        known = len(self._decode(self._ids[base:]))
-        if known:  # a window without text would make the next id look like the reply's first
-            self._base, self._known = base, known
+    def _shorten(self, now: str, whole: bool) -> None:
+        """Drop old ids at a cut that reproduces the text's end; text without one gets a limit."""
+        size = len(self._ids)
+        first = size - self._WINDOW
+        for cut in range(first, first - self._LONGEST_CHARACTER, -1) if whole else ():
+            tail = self._decode(self._ids[cut:])
+            if tail and "\ufffd" not in tail and self.text.endswith(tail):
+                self._ids, self._known = self._ids[cut:], len(tail)
+                return
+        if size < (4 if whole else 8) * self._WINDOW:
+            return
+        self._append(now[self._known :])
+        self._known = max(self._known, len(now))
+        tail = self._decode(self._ids[first:])
+        if tail:
+            self._ids, self._known = self._ids[first:], len(tail)
+        else:  # without text before it the next id would look like the reply's first
+            del self._ids[first:]
 
     def take(self) -> str:
         """Text that is certain by now and was not taken yet; holds back a possible stop string."""
@@ -67,7 +82,7 @@ class Detokenizer:
     def finish(self) -> str:
         """Flush what was held back; returns the last piece."""
         if self.stopped is None:
-            now = self._decode(self._ids[self._base :])
+            now = self._decode(self._ids)
             self._append(now[self._known :])
             self._known = max(self._known, len(now))
         piece = self.text[self._emitted :]
