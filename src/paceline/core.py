@@ -9,13 +9,50 @@ anchors, L layers, F tapped feature width, D hidden width, V vocabulary, C conte
 
 from __future__ import annotations
 
+import hashlib
+import math
+import operator
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def _whole(name: str, value: Any) -> int:
+    """An int, numpy's included; True is no number of tokens."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number; got {value!r}") from None
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number; got {value!r}")
+    return float(value)
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a sequence; got {value!r}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,18 +64,23 @@ class SamplingParams:
     every token seen in prompt or output; ``presence_penalty`` and ``frequency_penalty`` are
     subtracted for tokens seen in the output only.
 
+    A request whose target logits turn out NaN or infinite ends its whole batch with a ValueError
+    that names the request.
+
     Args:
+        temperature: 0 for greedy, else at least 1e-5.
         logprobs: None for none; k >= 0 for the log-probability of each emitted token under the
             model's *unmodified* logits plus the k most probable alternatives.
         stop: strings that end the reply; the text is cut before the string, the token ids
-            include the token that completed it.
+            include the token that completed it. Special tokens are no part of the text, so a stop
+            string never matches one; name them in ``stop_token_ids``.
         seed: same seed, same ids, alone or in any batch. None draws a fresh one.
         logits_processors: callables ``(input_ids [1, S], scores [1, V]) -> scores [1, V]`` as in
             transformers; applied at every draft node along that node's own path. They must be
             pure functions of their arguments.
 
     Raises:
-        ValueError: a value outside its range; the message says which range.
+        ValueError: a value of the wrong type or outside its range; the message says which.
     """
 
     temperature: float = 0.0
@@ -60,16 +102,36 @@ class SamplingParams:
     logits_processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "logits_processors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _items("stop", stop))
+        object.__setattr__(
+            self, "logits_processors", _items("logits_processors", self.logits_processors)
+        )
+        ids = _items("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", tuple(_whole("stop_token_ids", i) for i in ids))
+        for name in ("top_k", "min_tokens", "max_tokens", "logprobs", "seed", "n"):
+            value = getattr(self, name)
+            if value is not None or name not in ("logprobs", "seed"):
+                object.__setattr__(self, name, _whole(name, value))
+        for name in _FLOATS:
+            object.__setattr__(self, name, _finite(name, getattr(self, name)))
+        if self.logit_bias is not None:
+            bias = dict(self.logit_bias).items()
+            whole = {_whole("logit_bias", k): _finite("logit_bias", v) for k, v in bias}
+            object.__setattr__(self, "logit_bias", whole)
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
         checks: list[tuple[bool, str]] = [
-            (0.0 <= self.temperature < float("inf"), "temperature must be >= 0 (0 is greedy)"),
+            (self.temperature >= 0.0, "temperature must be >= 0 (0 is greedy)"),
+            (
+                self.temperature == 0.0 or self.temperature >= 1e-5,
+                "temperature above 0 must be at least 1e-5; use 0 for greedy",
+            ),
             (self.top_k >= 0, "top_k must be >= 0 (0 keeps every token)"),
             (0.0 < self.top_p <= 1.0, "top_p must be in (0, 1]"),
             (0.0 <= self.min_p <= 1.0, "min_p must be in [0, 1]"),
-            (0.0 < self.repetition_penalty < float("inf"), "repetition_penalty must be > 0"),
+            (0.0 < self.repetition_penalty, "repetition_penalty must be > 0"),
             (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty must be in [-2, 2]"),
             (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty must be in [-2, 2]"),
             (self.max_tokens >= 0, "max_tokens must be >= 0"),
@@ -81,7 +143,7 @@ class SamplingParams:
         ]
         for holds, message in checks:
             if not holds:
-                raise ValueError(f"{message}; got {getattr(self, message.split()[0], self.stop)!r}")
+                raise ValueError(f"{message}; got {getattr(self, message.split()[0])!r}")
 
     @property
     def has_penalties(self) -> bool:
@@ -105,18 +167,18 @@ class Noise:
 
     def __init__(self, seed: int | None) -> None:
         self.seed = secrets.randbits(63) if seed is None else seed
-        self._streams: dict[str, tuple[torch.Generator, list[float]]] = {}
+        self._streams: dict[str, tuple[np.random.Generator, list[float]]] = {}
 
     def uniform(self, stream: str, position: int) -> float:
         """A number in [0, 1); the same for the same (seed, stream, position)."""
         if stream not in self._streams:
-            generator = torch.Generator()
-            salt = sum(ord(c) * 131**i for i, c in enumerate(stream))
-            generator.manual_seed((self.seed * 1_000_003 + salt) % (2**63))
-            self._streams[stream] = (generator, [])
+            # Every bit of the seed counts: it is hashed into the generator's 128-bit key.
+            key = hashlib.blake2b(f"{self.seed}/{stream}".encode(), digest_size=16).digest()
+            philox = np.random.Philox(key=int.from_bytes(key, "little"))
+            self._streams[stream] = (np.random.Generator(philox), [])
         generator, numbers = self._streams[stream]
         while position >= len(numbers):
-            numbers += torch.rand(self._CHUNK, dtype=torch.float64, generator=generator).tolist()
+            numbers += generator.random(self._CHUNK).tolist()
         return numbers[position]
 
 
