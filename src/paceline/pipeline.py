@@ -5,6 +5,7 @@ Knows nothing about commands, files of prompts or measurements.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,13 +78,19 @@ class Pipeline:
         Text goes in as it is where the tokenizer has no chat template.
         """
         tokenizer = self.target.tokenizer
-        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-            return list(prompt)  # type: ignore[arg-type]
+        if not isinstance(prompt, str):
+            prompt = _listed(prompt)
+            if all(map(_is_token, prompt)):
+                return [operator.index(token) for token in prompt]
+            if not all(isinstance(message, Mapping) for message in prompt):
+                raise ValueError("the prompt is neither text nor token ids nor messages")
+        if not prompt or not (
+            isinstance(prompt, str) or any(message.get("content") for message in prompt)
+        ):
+            raise ValueError("the prompt is empty")
         if tokenizer is None:
             raise ValueError("this target has no tokenizer; give token ids")
         if isinstance(prompt, str):
-            if not prompt:
-                raise ValueError("the prompt is empty")
             if not tokenizer.chat_template:
                 return list(tokenizer(prompt)["input_ids"])
             prompt = [{"role": "user", "content": prompt}]
@@ -93,44 +100,64 @@ class Pipeline:
             )
         )
 
+    def check(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> None:
+        """ValueError that names the first request which cannot be served; generates nothing."""
+        for _ in self._requests(prompts, params):
+            pass
+
     def rows(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Row]:
         """One row per request and sample. ValueError names the request that cannot be served."""
+        return [
+            self._row(request, sample, ids, chosen)
+            for request, (ids, chosen) in enumerate(self._requests(prompts, params))
+            for sample in range(chosen.n)
+        ]
+
+    def _requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[tuple[list[int], SamplingParams]]:
+        """Every request's checked ids and parameters."""
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling parameters")
-        rows: list[Row] = []
         for request, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
-            ids = self.encode(prompt)
-            self._check(request, ids, chosen)
-            for sample in range(chosen.n):
-                rows.append(self._row(request, sample, ids, chosen))
-        return rows
+            try:
+                ids = self.encode(prompt)
+                self._check(ids, chosen)
+            except ValueError as error:
+                raise ValueError(f"request {request}: {error}") from error
+            yield ids, chosen
 
-    def _check(self, request: int, ids: list[int], params: SamplingParams) -> None:
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
         limit, vocab = self.target.max_length, self.target.vocab_size
         if not ids:
-            raise ValueError(f"request {request}: the prompt is empty")
+            raise ValueError("the prompt is empty")
         if len(ids) >= limit:
             raise ValueError(
-                f"request {request}: the prompt has {len(ids)} tokens, the model's context is "
-                f"{limit} and one must be left for the reply"
+                f"the prompt has {len(ids)} tokens, the model's context is {limit} and one must "
+                "be left for the reply"
             )
-        if bad := [token for token in ids if not 0 <= token < vocab]:
-            raise ValueError(f"request {request}: token id {bad[0]} is outside 0..{vocab - 1}")
-        if bad := [token for token in params.logit_bias or {} if not 0 <= token < vocab]:
-            raise ValueError(
-                f"request {request}: logit_bias names token {bad[0]} outside the vocabulary"
-            )
+        for where, tokens in (
+            ("the prompt", ids),
+            ("logit_bias", params.logit_bias or ()),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            if bad := [token for token in tokens if not 0 <= token < vocab]:
+                raise ValueError(f"{where} names token {bad[0]}, which is outside 0..{vocab - 1}")
         if params.stop and self.target.tokenizer is None:
-            raise ValueError(f"request {request}: stop strings need a tokenizer")
+            raise ValueError("stop strings need a tokenizer")
 
     def _row(self, request: int, sample: int, ids: list[int], params: SamplingParams) -> Row:
         # Sample 0 uses the seed itself, so that it equals the same request with n = 1.
         seed = None if params.seed is None else params.seed + 1_000_003 * sample
-        eos = frozenset() if params.ignore_eos else self.target.eos_ids
+        # A config may name EOS ids that the head does not have; no reply can contain them.
+        ends = () if params.ignore_eos else self.target.eos_ids
+        eos = frozenset(token for token in ends if 0 <= token < self.target.vocab_size)
         tokenizer = self.target.tokenizer
         row = Row(
             slot=-1,
@@ -156,8 +183,8 @@ class Pipeline:
         batch_size: int = 8,
     ) -> list[RequestOutput]:
         """Generate for all prompts, ``batch_size`` rows at a time; results in prompt order."""
-        many: Sequence[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if many and isinstance(many[0], (int, Mapping)):
+        many: Sequence[Any] = [prompts] if isinstance(prompts, str) else _listed(prompts)
+        if many and (isinstance(many[0], Mapping) or _is_token(many[0])):
             many = [many]
         rows = self.rows(many, params or SamplingParams())
         for _ in run(self.session(max(1, min(batch_size, len(rows)))), rows):
@@ -175,6 +202,16 @@ class Pipeline:
             piece = row.text.take() if row.finish_reason is None else row.text.finish()
             if piece:
                 yield piece
+
+
+def _listed(prompt: Any) -> list[Any]:
+    """A sequence, numpy array or tensor as a list."""
+    return list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+
+
+def _is_token(value: Any) -> bool:
+    """Whether it is one id; arrays and tensors of one element are sequences."""
+    return hasattr(value, "__index__") and not getattr(value, "ndim", 0)
 
 
 def outputs_of(rows: Sequence[Row]) -> list[RequestOutput]:
