@@ -52,6 +52,18 @@ def load_drafter(name: str, target: Any, *, samples: bool = False) -> Drafter | 
     return DFlashDrafter.load(folder, target, samples=samples)
 
 
+def resolve_drafter(
+    drafter: str | Drafter | None, target: Any, *, samples: bool = False
+) -> Drafter | None:
+    """What ``load`` and ``custom_generate`` take as a drafter: a name, an object or None.
+
+    ``default`` is the packaged drafter of a target that has one, else n-gram lookup.
+    """
+    if drafter == "default":
+        drafter = DEFAULT_DRAFTERS.get(target.name, "ngram")
+    return load_drafter(drafter, target, samples=samples) if isinstance(drafter, str) else drafter
+
+
 def load(
     target: str | Target,
     drafter: str | Drafter | None = "default",
@@ -70,8 +82,5 @@ def load(
         target = load_target(
             target, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
-    if drafter == "default":
-        drafter = DEFAULT_DRAFTERS.get(target.name, "ngram")
-    if isinstance(drafter, str):
-        drafter = load_drafter(drafter, target, samples=accept == "rejection")
-    return Pipeline(target=target, drafter=drafter, accept=accept)
+    chosen = resolve_drafter(drafter, target, samples=accept == "rejection")
+    return Pipeline(target=target, drafter=chosen, accept=accept)
