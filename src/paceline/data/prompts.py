@@ -37,19 +37,18 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Messages]:
     if not file.is_file():
         raise ValueError(f"{file}: no such prompt file")
     found: list[Messages] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if limit is not None and len(found) >= limit:
-            break
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file}:{number}: not JSON ({error})") from None
-        try:
-            found.append(_messages(row))
-        except ValueError as error:
-            raise ValueError(f"{file}:{number}: {error}") from None
+    with file.open("rb") as stream:  # split at line feeds only: JSON text may hold U+2028
+        for number, raw in enumerate(stream, start=1):
+            if limit is not None and len(found) >= limit:
+                break
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                if line.strip():
+                    found.append(_messages(json.loads(line)))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}:{number}: not JSON ({error})") from None
+            except ValueError as error:  # also text that is not UTF-8
+                raise ValueError(f"{file}:{number}: {error}") from None
     if not found:
         raise ValueError(f"{file}: no prompt in it")
     return found
