@@ -107,6 +107,7 @@ def _write_folder(source: Path, folder: Path, digest: str) -> None:
     from transformers import AutoConfig, GenerationConfig
 
     reader = GGUFReader(str(source))
+    _refuse_rope_factors(reader)
     architecture = _field(reader, "general.architecture")
     config: Any = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
     for name in ("quantization_config", "_name_or_path"):
@@ -138,6 +139,16 @@ def _field(reader: Any, name: str) -> str | None:
     return None if field is None else str(field.contents())
 
 
+def _refuse_rope_factors(reader: Any) -> None:
+    """Factors other than 1 scale the rotary embedding (Llama 3.1); the folder would lack them."""
+    from gguf import dequantize
+
+    for tensor in reader.tensors:
+        if tensor.name.startswith("rope_"):
+            if (dequantize(tensor.data, tensor.tensor_type) != 1).any():
+                raise ValueError(f"{tensor.name} scales the rotary embedding; not supported")
+
+
 def _llama_state(reader: Any, config: Any) -> dict[str, torch.Tensor]:
     from gguf import dequantize
 
@@ -152,17 +163,23 @@ def _llama_state(reader: Any, config: Any) -> dict[str, torch.Tensor]:
         elif ".k_proj." in name:
             weight = _unpermute(weight, config.num_key_value_heads)
         state[name] = weight.contiguous()
-    wanted = 9 * config.num_hidden_layers + 2
-    if len(state) < wanted:
-        raise ValueError(f"{len(state)} tensors where a Llama of this depth has at least {wanted}")
+    wanted = {"model.embed_tokens.weight", "model.norm.weight"}
+    for i in range(config.num_hidden_layers):
+        wanted |= {f"model.layers.{i}.{name}.weight" for name in _LLAMA_LAYER_NAMES.values()}
+    _refuse_missing(wanted - state.keys())
     return state
+
+
+def _refuse_missing(names: set[str]) -> None:
+    if names:
+        raise ValueError(f"missing tensor {', '.join(sorted(names))}")
 
 
 def _llama_name(name: str) -> str | None:
     if name in _LLAMA_TOP_NAMES:
         return _LLAMA_TOP_NAMES[name]
     if name == "rope_freqs.weight":
-        return None  # a constant of the rotary embedding, not a weight
+        return None  # all ones, see _refuse_rope_factors
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in _LLAMA_LAYER_NAMES:
         raise ValueError(f"unknown tensor {name}")
@@ -180,8 +197,11 @@ def _state_by_transformers(source: Path) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
-    model = load(str(source.parent), gguf_file=source.name, dtype=torch.float32)
+    model, loading = load(
+        str(source.parent), gguf_file=source.name, dtype=torch.float32, output_loading_info=True
+    )
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    _refuse_missing(set(loading["missing_keys"]) - ({"lm_head.weight"} if tied else set()))
     return {
         name: weight.detach().float().contiguous()
         for name, weight in model.state_dict().items()
