@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.api import packaged_drafters
 from paceline.drafters.dflash import (
     DFlashConfig,
     DFlashModule,
@@ -20,7 +21,9 @@ from paceline.drafters.dflash import (
     init_random,
     load_dflash,
     offsets_of,
+    read_config,
     save_dflash,
+    vocabulary_fingerprint,
 )
 
 
@@ -91,6 +94,91 @@ def test_config_errors_name_the_key() -> None:
         DFlashConfig.from_dict({**tiny().to_dict(), "rope_scaling": {"rope_type": "yarn"}})
     with pytest.raises(ValueError, match="mask_token_id"):
         tiny(mask_token_id=97)
+
+
+WITHOUT_HEAD_DIM = {k: v for k, v in tiny().to_dict().items() if k != "head_dim"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"blok_sze": 4}, "blok_sze; did you mean block_size"),
+        ({"dflash_config": {"fc_layernorm": True}}, r"dflash_config\.fc_layernorm"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {}}}, r"rope_parameters\.full_attention"),
+        ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "architectures"),
+        ({"dflash_config": {"block_size": 8}}, r"block_size is 8, but .* 4"),
+        ({"is_causal": True, "dflash_config": {"causal": False}}, "causal"),
+        ({"block_size": "4"}, "block_size"),
+        ({"block_size": 4.0}, "block_size"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"target_layer_ids": 3}, "target_layer_ids"),
+        ({"layer_types": "full"}, "layer_types"),
+        ({"dflash_config": []}, "dflash_config"),
+        ({"rope_scaling": "yarn"}, "rope_scaling"),
+        ({"use_sliding_window": True, "layer_types": None}, "layer_types"),
+        ({"sliding_window": 3}, "sliding_window"),
+    ],
+)
+def test_config_refuses_what_it_does_not_know(change: dict, message: str) -> None:
+    data = {
+        **WITHOUT_HEAD_DIM,
+        "dflash_config": {"mask_token_id": 5},
+        "target_layer_ids": [1, 2, 3],
+    }
+    inner = change.get("dflash_config")
+    if isinstance(inner, dict):
+        change = {**change, "dflash_config": {**data["dflash_config"], **inner}}
+    assert DFlashConfig.from_dict(data) == tiny()
+    with pytest.raises(ValueError, match=message):
+        DFlashConfig.from_dict({**data, **change})
+
+
+def test_config_takes_published_metadata_and_no_other_type() -> None:
+    metadata = {"bos_token_id": 1, "initializer_range": 0.02, "max_window_layers": 2}
+    metadata |= {"use_cache": True, "transformers_version": "5", "torch_dtype": "bfloat16"}
+    metadata |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "mask_token": "<mask>"}
+    assert DFlashConfig.from_dict(tiny().to_dict() | metadata) == tiny()
+    with pytest.raises(ValueError, match="no object"):
+        DFlashConfig.from_dict([1])  # type: ignore[arg-type]
+
+
+def test_sliding_layers_are_causal() -> None:
+    mixed = tiny(layer_types=("sliding_attention", "full_attention"), sliding_window=8)
+    assert [mixed.is_causal(i) for i in (0, 1)] == [True, False]
+    data = mixed.to_dict()
+    assert DFlashConfig.from_dict(data) == mixed
+    data["dflash_config"]["causal"] = False
+    with pytest.raises(ValueError, match="not causal"):
+        DFlashConfig.from_dict(data)
+
+
+def test_fingerprint_names_a_vocabulary_and_travels_with_the_config() -> None:
+    class Words:
+        def __init__(self, *words: str) -> None:
+            self.words = words
+
+        def get_vocab(self) -> dict[str, int]:
+            return {word: i for i, word in enumerate(self.words)}
+
+    mine = vocabulary_fingerprint(Words("a", "b"))
+    assert mine != vocabulary_fingerprint(Words("b", "a"))
+    config = tiny(vocabulary_fingerprint=mine)
+    assert config.to_dict()["dflash_config"]["vocabulary_fingerprint"] == mine
+    assert DFlashConfig.from_dict(config.to_dict()) == config
+
+
+def test_packaged_config_is_what_we_write() -> None:
+    """Same bytes, so nothing in it is ignored; with the tokenizer that it was trained for."""
+    for folder in packaged_drafters().values():
+        config = read_config(folder)
+        assert config.vocabulary_fingerprint
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        assert text == json.dumps(config.to_dict(), indent=1) + "\n"
 
 
 def test_round_trip_is_bit_equal_and_d2t_maps_back(tmp_path: Path) -> None:

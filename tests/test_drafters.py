@@ -5,6 +5,8 @@ Does not know trained weights.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,12 +14,18 @@ from paceline.core import Noise, Row, SamplingParams
 from paceline.decode.accept import match, rejection
 from paceline.decode.loop import Session, run
 from paceline.decode.reference import golden
-from paceline.drafters.dflash import DFlashConfig, DFlashModule, init_random, offsets_of
+from paceline.drafters.dflash import (
+    DFlashConfig,
+    DFlashModule,
+    init_random,
+    offsets_of,
+    vocabulary_fingerprint,
+)
 from paceline.drafters.dflash_draft import DFlashDrafter
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.pipeline import Pipeline
-from tiny import tiny_target
+from tiny import plain_row, tiny_target
 
 PROMPTS = [[3, 4, 5], [9, 9, 1, 9, 9, 1, 9], list(range(20)), [50]]
 
@@ -142,6 +150,23 @@ def test_drafter_positions_end_before_the_context_does() -> None:
     assert got.rounds[-1].drafted == 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("samples", [False, True])
+def test_nan_draft_model_drafts_nothing_and_says_so(samples: bool, temperature: float) -> None:
+    target = tiny_target()
+    model = tiny_target(seed=5)
+    model.model.model.norm.weight.data.fill_(float("nan"))
+    drafter = ModelDrafter(model, target, num_drafts=3, samples=samples)
+    accept = "rejection" if samples else "match"
+    params = SamplingParams(max_tokens=6, temperature=temperature, seed=1)
+    with pytest.warns(RuntimeWarning, match="NaN") as caught:
+        pipeline = Pipeline(target=target, drafter=drafter, accept=accept)
+        got = pipeline.generate(PROMPTS[:2], params)[0].outputs[0]
+    assert len(caught) == 1 and not any(r.drafted for r in got.rounds)
+    if not samples:
+        assert got.token_ids == golden(target.next_logits, PROMPTS[0], params).token_ids
+
+
 def test_nan_drafter_drafts_nothing_and_says_so() -> None:
     target = tiny_target()
     drafter = dflash(target)
@@ -150,6 +175,49 @@ def test_nan_drafter_drafts_nothing_and_says_so() -> None:
     with pytest.warns(RuntimeWarning, match="NaN"):
         got = Pipeline(target=target, drafter=drafter).generate([PROMPTS[0]], params)
     assert got[0].outputs[0].token_ids == golden(target.next_logits, PROMPTS[0], params).token_ids
+
+
+def test_sliding_layers_see_their_window_and_the_block_up_to_themselves() -> None:
+    target = tiny_target()
+    kinds = ("sliding_attention", "full_attention")
+    drafter = dflash(target, layer_types=kinds, sliding_window=6)
+    config, module = drafter.config, drafter.module
+    features = torch.randn(9, config.feature_size, generator=torch.Generator().manual_seed(1))
+    row = plain_row(0, range(10))
+    row.features.append(features)
+    state = drafter.new_state(1)
+    drafter._inject([row], state.cache)
+    got = drafter._block_logits([row], state.cache)
+
+    C, b = len(features), config.block_size
+    keys, queries = torch.arange(C + b), torch.arange(C, C + b)[:, None]
+    context = module.context(features)
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        old_k, old_v = module.context_kv(layer, context, keys[:C])
+        k, v = (
+            torch.cat(x).repeat_interleave(2, 1).transpose(0, 1) for x in ((old_k, k), (old_v, v))
+        )
+        seen = torch.ones(b, C + b, dtype=torch.bool)
+        if kinds[layer] == "sliding_attention":
+            seen = (keys <= queries) & (keys > queries - 6)
+        scores = q.transpose(0, 1) @ k.transpose(1, 2) * config.head_dim**-0.5
+        return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+
+    hidden = target.embed(torch.tensor([9] + [config.mask_token_id] * (b - 1)))
+    for layer in range(2):
+        hidden = module.layer(layer, hidden, queries[:, 0], attend)
+    want = module.final(hidden)[1:] @ target.head.weight.T
+    torch.testing.assert_close(got[0], want, atol=1e-4, rtol=1e-4)
+
+
+def test_drafter_of_another_tokenizer_is_refused() -> None:
+    target = tiny_target()
+    target.tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
+    dflash(target)
+    dflash(target, vocabulary_fingerprint=vocabulary_fingerprint(target.tokenizer))
+    with pytest.raises(ValueError, match="vocabulary_fingerprint"):
+        dflash(target, vocabulary_fingerprint="0123456789abcdef")
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ vocabulary. Nothing here has a batch dimension.
 
 from __future__ import annotations
 
+import difflib
+import hashlib
 import json
 import math
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,9 +30,28 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`attend(layer, q [T, h, e], k [T, g, e], v [T, g, e]) -> [T, h, e]`; q and k are normed and rotated.
 
 The caller adds the context keys and values of the layer and applies visibility: a block token sees
-the context strictly before its anchor and its own block (all of it, or up to itself if `causal`).
+the context strictly before its anchor and its own block (all of it, or up to itself if the layer
+`is_causal`).
 """
 
+# Keys of a config.json that change nothing here: metadata, and what only training or the embedding uses.
+_IGNORED = set(
+    "_name_or_path architectures attention_dropout auto_map bos_token_id causal dflash_config dtype "
+    "eos_token_id initializer_range is_causal is_decoder mask_token max_window_layers model_type "
+    "pad_token_id quantization_config rope_parameters rope_scaling tie_word_embeddings torch_dtype "
+    "transformers_version use_cache use_sliding_window".split()
+)
+# Keys that would change the module, with the only value it has.
+_FIXED = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1, "pretraining_tp": 1}
+_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "int": lambda v: type(v) is int,
+    "float": lambda v: type(v) in (int, float) and 0 < v < math.inf,
+    "bool": lambda v: type(v) is bool,
+    "str": lambda v: type(v) is str,
+    "tuple[int, ...]": lambda v: type(v) is tuple and all(type(x) is int for x in v),
+    "tuple[str, ...]": lambda v: type(v) is tuple and all(type(x) is str for x in v),
+}
 _OPTIONAL = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
 
 
@@ -51,7 +71,8 @@ class DFlashConfig:
 
     `block_size` counts the anchor: a block drafts `block_size - 1` tokens. `target_layer_ids` are
     0-based layers whose OUTPUT is tapped (hidden_states[id + 1]). `draft_vocab_size` is None when
-    the drafter proposes from the whole vocabulary.
+    the drafter proposes from the whole vocabulary. `causal` holds for all layers; a sliding layer is
+    causal without it. `vocabulary_fingerprint` names the tokenizer that the drafter was trained for.
     """
 
     hidden_size: int
@@ -73,8 +94,11 @@ class DFlashConfig:
     draft_vocab_size: int | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
+    vocabulary_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            _check_type(f.name, getattr(self, f.name))
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
         if len(self.layer_types) != self.num_hidden_layers:
@@ -83,6 +107,10 @@ class DFlashConfig:
             raise ValueError(f"unknown layer type {sorted(unknown)}")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("sliding_attention layers need sliding_window")
+        if self.sliding_window is not None and self.sliding_window < self.block_size:
+            raise ValueError("sliding_window is smaller than block_size")
+        if self.head_dim % 2:
+            raise ValueError("head_dim must be even")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
         if self.block_size < 2:
@@ -103,40 +131,37 @@ class DFlashConfig:
         """Width of the concatenated taps, m * D."""
         return len(self.target_layer_ids) * self.hidden_size
 
+    def is_causal(self, layer: int) -> bool:
+        """Whether a block token of this layer sees its block only up to itself."""
+        return self.causal or self.layer_types[layer] == "sliding_attention"
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DFlashConfig:
         """Read a config.json; keys may sit at the top or inside `dflash_config`.
 
-        Raises ValueError for a missing key and for rotary scaling, which this module lacks.
+        Raises ValueError for a key that is missing, unknown, of a wrong type or given twice with
+        different values, and for what this module lacks, such as rotary scaling.
         """
-        flat: dict[str, Any] = {**data, **dict(data.get("dflash_config") or {})}
-        rope: dict[str, Any] = dict(flat.get("rope_parameters") or {})
-        scaling: dict[str, Any] = dict(flat.get("rope_scaling") or {})
-        kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-        if kind != "default":
-            raise ValueError(f"rotary scaling {kind!r} is not supported for DFlash drafters")
-        if flat.get("hidden_act", "silu") != "silu":
-            raise ValueError(
-                f"hidden_act {flat['hidden_act']!r} is not supported; DFlash uses silu"
-            )
-        if "rope_theta" in rope:
-            flat["rope_theta"] = rope["rope_theta"]
-        if "mask_token_id" not in flat and isinstance(flat.get("mask_token"), int):
-            flat["mask_token_id"] = flat["mask_token"]
+        flat = _flatten(data)
         if "head_dim" not in flat and {"hidden_size", "num_attention_heads"} <= flat.keys():
+            for name in ("hidden_size", "num_attention_heads"):
+                _check_type(name, flat[name])
             flat["head_dim"] = flat["hidden_size"] // flat["num_attention_heads"]
-        if flat.get("is_causal") is not None:
-            flat["causal"] = flat["is_causal"]
         if flat.get("draft_vocab_size") == flat.get("vocab_size"):
-            flat["draft_vocab_size"] = None
-        chosen = {f.name: flat[f.name] for f in fields(cls) if flat.get(f.name) is not None}
+            flat.pop("draft_vocab_size", None)
+        if flat.get("use_sliding_window") and "layer_types" not in flat:
+            raise ValueError("use_sliding_window needs layer_types")
+        chosen = {f.name: flat[f.name] for f in fields(cls) if f.name in flat}
         for name in ("target_layer_ids", "layer_types"):
-            if name in chosen:
+            if isinstance(chosen.get(name), list):
                 chosen[name] = tuple(chosen[name])
         required = [f.name for f in fields(cls) if f.default is f.default_factory]
         if missing := [name for name in required if name not in chosen]:
             raise ValueError(f"the drafter's config lacks {', '.join(missing)}")
-        return cls(**chosen)
+        config = cls(**chosen)
+        if flat.get("causal") is False and "sliding_attention" in config.layer_types:
+            raise ValueError("sliding layers that are not causal are not supported")
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """The plain config.json that z-lab's code, vLLM and SGLang read."""
@@ -146,6 +171,8 @@ class DFlashConfig:
         }
         if self.causal:
             inner["causal"] = True
+        if self.vocabulary_fingerprint is not None:
+            inner["vocabulary_fingerprint"] = self.vocabulary_fingerprint
         out: dict[str, Any] = {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -175,6 +202,63 @@ class DFlashConfig:
         if self.draft_vocab_size is not None:
             out["draft_vocab_size"] = self.draft_vocab_size
         return out
+
+
+def _check_type(name: str, value: Any) -> None:
+    kind, _, optional = str(DFlashConfig.__dataclass_fields__[name].type).partition(" | ")
+    if optional and value is None:
+        return
+    if not _KINDS[kind](value):
+        raise ValueError(f"{name} is {value!r}, not {kind}")
+    if kind == "int" and value < (name != "mask_token_id"):
+        raise ValueError(f"{name} is {value}, too small")
+
+
+def _flatten(data: Any) -> dict[str, Any]:
+    """The keys of all levels under the dataclass's names, null left out; ValueError as from_dict."""
+    if not isinstance(data, Mapping):
+        raise ValueError("the config is no object")
+    known = {f.name for f in fields(DFlashConfig)} | _IGNORED | _FIXED.keys()
+    flat: dict[str, Any] = {}
+    _merge(flat, data, known, "")
+    _merge(flat, flat.get("dflash_config"), known, "dflash_config.")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = flat.get(name)
+        kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
+        if kind not in (None, "default"):
+            raise ValueError(f"rotary scaling {kind!r} is not supported for DFlash drafters")
+        _merge(flat, rope, _ROPE, f"{name}.")
+    _merge(flat, {"causal": flat.get("is_causal")}, known, "is_causal as ")
+    if not isinstance(flat.get("mask_token"), str):
+        _merge(flat, {"mask_token_id": flat.get("mask_token")}, known, "mask_token as ")
+    for name, value in _FIXED.items():
+        if flat.get(name, value) != value:
+            raise ValueError(f"{name} {flat[name]!r} is not supported; DFlash has {value!r}")
+    names = flat.get("architectures", ["DFlash"])
+    if not (isinstance(names, list) and any(str(name).startswith("DFlash") for name in names)):
+        raise ValueError(f"architectures {names!r} names no DFlash drafter")
+    return flat
+
+
+def _merge(flat: dict[str, Any], more: Any, known: set[str], where: str) -> None:
+    """Add the keys of one level to `flat`; ValueError for unknown keys and different values."""
+    if more is not None and not isinstance(more, Mapping):
+        raise ValueError(f"{where[:-1]} is no object")
+    for name, value in (more or {}).items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"unknown config key {where}{name}{hint}")
+        if value is None:
+            continue
+        if flat.setdefault(name, value) != value:
+            raise ValueError(f"{where}{name} is {value!r}, but the config also has {flat[name]!r}")
+
+
+def vocabulary_fingerprint(tokenizer: Any) -> str:
+    """Names a tokenizer's vocabulary: a short hash of its sorted (token, id) pairs."""
+    pairs = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(pairs.encode()).hexdigest()[:16]
 
 
 class RMSNorm(nn.Module):
@@ -326,8 +410,8 @@ def load_dflash(
     """Load (config, module in `dtype`, d2t) from a plain DFlash folder.
 
     `d2t` [V'] int64 is an offset (target id of draft token i = i + d2t[i]), None for a full
-    vocabulary. Embedding and head are the target's and need not be stored. Raises ValueError naming
-    the tensor that is missing, unknown or has another shape.
+    vocabulary. Embedding and head are the target's; stored ones are not read (`stored_weights` has
+    them). Raises ValueError naming the tensor that is missing, unknown or has another shape.
     """
     path = Path(folder)
     config = read_config(path)
@@ -350,9 +434,21 @@ def read_config(folder: str | os.PathLike[str]) -> DFlashConfig:
     """The config of a DFlash folder; ValueError names the file when it cannot be read."""
     path = Path(folder) / "config.json"
     try:
-        return DFlashConfig.from_dict(json.loads(path.read_text()))
+        return DFlashConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def stored_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Head and embedding of a DFlash folder, where it has them."""
+    from safetensors import safe_open
+
+    found: dict[str, Tensor] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(str(file), "pt") as tensors:
+            for name in {"lm_head.weight", "embed_tokens.weight"} & set(tensors.keys()):
+                found[name] = tensors.get_tensor(name)
+    return found
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -382,8 +478,6 @@ def _check_optional(path: Path, config: DFlashConfig, state: dict[str, Tensor]) 
     for name, shape in shapes.items():
         if name in state and tuple(state[name].shape) != shape:
             raise ValueError(f"{path}: tensor {name} is {tuple(state[name].shape)}, not {shape}")
-    if "lm_head.weight" in state or "embed_tokens.weight" in state:
-        warnings.warn(f"{path}: stored head or embedding unused; the target's are", stacklevel=3)
     if config.draft_vocab_size is None:
         if "d2t" in state or "t2d" in state:
             raise ValueError(f"{path}: has d2t or t2d, but config.json has no draft_vocab_size")

@@ -2,8 +2,10 @@
 
 Knows nothing about accept rules or how its weights were trained.
 
-Source: DFlash, arXiv 2602.06036, section 4.1. Letters: B rows, b block size, N = b - 1 drafts, C new
-context tokens, V' draft vocabulary.
+Source: DFlash, arXiv 2602.06036, section 4.1; sliding layers as SpecForge trains them and vLLM runs
+them: a block token at position p sees the positions above p - sliding_window, and its own block only
+up to itself. Letters: B rows, b block size, N = b - 1 drafts, C new context tokens, V' draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from paceline.attention import Packed, RaggedCache, packed_attention
 from paceline.core import Draft, DraftContext, Row
 from paceline.decode.accept import draw
 from paceline.decode.warp import shape_probs
-from paceline.drafters.dflash import DFlashConfig, DFlashModule, draft_to_target, load_dflash
+from paceline.drafters.dflash import (
+    DFlashConfig,
+    DFlashModule,
+    draft_to_target,
+    load_dflash,
+    stored_weights,
+    vocabulary_fingerprint,
+)
 from paceline.prepack import PackedLinear, can_prepack, prepack
 
 
@@ -40,7 +49,7 @@ class DFlashDrafter:
     ``rejection`` rule); otherwise it proposes its most probable tokens.
 
     Raises:
-        ValueError: the drafter was made for another target (width, vocabulary or depth).
+        ValueError: the drafter was made for another target (width, vocabulary or depth) or tokenizer.
     """
 
     name = "dflash"
@@ -69,6 +78,8 @@ class DFlashDrafter:
     ) -> DFlashDrafter:
         """Load a plain DFlash folder for this target, in the target's dtype and device."""
         config, module, d2t = load_dflash(folder, target.dtype)
+        _check_fit(config, target)
+        _check_stored(folder, d2t, target)
         if can_prepack(target.dtype, target.device):
             prepack(module)
         return cls(config, module.to(target.device), d2t, target, samples=samples)
@@ -94,13 +105,13 @@ class DFlashDrafter:
         rows = [ctx.rows[b] for b in ready]
         logits = self._block_logits(rows, state.cache)
         best = logits.max(-1)
-        broken = best.values.isnan().any(-1).tolist()
+        broken = (~best.values.isfinite()).any(-1).tolist()
         ids = self._to_target(best.indices).cpu()
         probs_BNV = torch.zeros(B, N, self.config.vocab_size) if self.samples else None
         for i, b in enumerate(ready):
             if broken[i]:
                 self._warn_once(
-                    state, "nan", "the drafter's output is NaN; this row is not drafted"
+                    state, "nan", "the drafter's output is NaN or infinite; this row is not drafted"
                 )
                 continue
             sizes[b] = N
@@ -163,10 +174,15 @@ class DFlashDrafter:
         ids = torch.full((len(rows), b), config.mask_token_id, device=device)
         ids[:, 0] = torch.tensor([row.tokens[-1] for row in rows], device=device)
         starts = [cache.lengths[row.slot] for row in rows]
-        batch = _layout(rows, starts, [b] * len(rows), device, bidirectional=not config.causal)
+        layouts = {
+            causal: _layout(rows, starts, [b] * len(rows), device, bidirectional=not causal)
+            for causal in map(config.is_causal, range(config.num_hidden_layers))
+        }
+        positions = next(iter(layouts.values())).positions_T
         scale = config.head_dim**-0.5
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            batch = layouts[config.is_causal(layer)]
             cache.write(layer, k.transpose(0, 1), v.transpose(0, 1), batch)
             sliding = config.layer_types[layer] == "sliding_attention"
             window = config.sliding_window if sliding else None
@@ -175,7 +191,7 @@ class DFlashDrafter:
 
         hidden = self.target.embed(ids.flatten())
         for i in range(config.num_hidden_layers):
-            hidden = self.module.layer(i, hidden, batch.positions_T, attend)
+            hidden = self.module.layer(i, hidden, positions, attend)
         states = self.module.final(hidden).view(len(rows), b, -1)[:, 1:]
         # reshape, never a strided slice: with frozen weights a slice takes a 20 times slower path.
         flat = states.reshape(-1, states.shape[-1])
@@ -222,3 +238,20 @@ def _check_fit(config: DFlashConfig, target: Any) -> None:
                 f"this drafter was made for another target: its {what} is {mine}, the target's "
                 f"is {theirs}"
             )
+    wanted, tokenizer = config.vocabulary_fingerprint, target.tokenizer
+    if wanted is not None and tokenizer is not None:
+        if (found := vocabulary_fingerprint(tokenizer)) != wanted:
+            raise ValueError(
+                f"this drafter was made for another tokenizer: its vocabulary_fingerprint is {wanted}, "
+                f"the target's is {found}"
+            )
+
+
+def _check_stored(folder: str | os.PathLike[str], d2t: Tensor | None, target: Any) -> None:
+    """Warn when a stored head or embedding is not the target's, whose own are used."""
+    for name, stored in stored_weights(folder).items():
+        mine = (target.head if name == "lm_head.weight" else target.embedding).weight.detach()
+        if d2t is not None and name == "lm_head.weight":
+            mine = mine[draft_to_target(d2t).to(mine.device)]
+        if not torch.allclose(stored.to(mine), mine, rtol=0.01, atol=1e-4):
+            warnings.warn(f"{folder}: {name} is not the target's and unused", stacklevel=3)

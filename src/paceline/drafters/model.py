@@ -6,6 +6,8 @@ Knows nothing about accept rules; it uses a second target with a cache of its ow
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +17,14 @@ from paceline.attention import RaggedCache
 from paceline.core import Draft, DraftContext, Row
 from paceline.decode.accept import draw
 from paceline.decode.warp import shape_probs
+
+
+@dataclass
+class ModelState:
+    """One session: the draft model's own cache, and what was warned about."""
+
+    cache: RaggedCache
+    warned: set[str] = field(default_factory=set)
 
 
 class ModelDrafter:
@@ -42,36 +52,49 @@ class ModelDrafter:
                 raise ValueError("draft model and target have different tokenizers")
         self.model, self.num_drafts, self.samples = model, num_drafts, samples
 
-    def new_state(self, slots: int) -> RaggedCache:
-        """The draft model's own cache."""
-        cache: RaggedCache = self.model.new_cache(slots)
-        return cache
+    def new_state(self, slots: int) -> ModelState:
+        """Empty caches for rows in slots 0 .. slots-1."""
+        return ModelState(cache=self.model.new_cache(slots))
 
-    def release(self, state: RaggedCache, slot: int) -> None:
+    def release(self, state: ModelState, slot: int) -> None:
         """Forget the row in this slot."""
-        state.lengths[slot] = 0
+        state.cache.lengths[slot] = 0
 
     def propose(self, ctx: DraftContext) -> Draft:
         """Catch up with the committed tokens, then draft a chain for every row that may use one."""
-        cache: RaggedCache = ctx.state
+        cache: RaggedCache = ctx.state.cache
         B, N = len(ctx.rows), self.num_drafts
         tokens_BN = torch.zeros(B, N, dtype=torch.int64)
         live = [b for b, row in enumerate(ctx.rows) if row.budget > 0 and self._fits(row)]
         shadows = [dataclasses.replace(ctx.rows[b], tokens=list(ctx.rows[b].tokens)) for b in live]
+        broken: set[int] = set()
         probs_BNV = torch.zeros(B, N, self.model.vocab_size) if self.samples else None
         for step in range(N if live else 0):
             scored = self.model.score(Draft.empty(len(live)), shadows, cache)
+            finite = scored.logits_TV.max(-1).values.isfinite().tolist()
             for i, b in enumerate(live):
                 row = shadows[i]
                 cache.lengths[row.slot] = len(row.tokens)
+                if not finite[i]:
+                    broken.add(b)
+                    self._warn_once(ctx.state)
+                if b in broken:
+                    row.tokens.append(0)
+                    continue
                 law = probs_BNV[b, step] if probs_BNV is not None else None
                 token = _choose(scored.logits_TV[i].float(), row, law)
                 tokens_BN[b, step] = token
                 row.tokens.append(token)
         for b in live:
             cache.lengths[ctx.rows[b].slot] = len(ctx.rows[b].tokens)
-        sizes = [N if b in live else 0 for b in range(B)]
+        sizes = [N if b in live and b not in broken else 0 for b in range(B)]
         return Draft.chain(tokens_BN, sizes, probs_BNV)
+
+    def _warn_once(self, state: ModelState) -> None:
+        if "nan" not in state.warned:
+            state.warned.add("nan")
+            message = "the draft model's output is NaN or infinite; this row is not drafted"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _fits(self, row: Row) -> bool:
         return bool(len(row.tokens) + self.num_drafts < self.model.max_length)

@@ -16,11 +16,14 @@ def export_plain(source: Path, out: Path, head_VD: torch.Tensor | None = None) -
     """Copy a drafter into a plain folder; a reduced vocabulary needs the target's head [V, D].
 
     vLLM reads ``d2t`` only together with the matching rows of the head, so they are written too.
-    Raises ValueError if ``out`` exists or the head is missing.
+    Raises ValueError if ``out`` exists, or the head is missing or another target's.
     """
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} exists and is not empty; name another folder")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists and is no empty folder; name another one")
     config, module, d2t = load_dflash(source)
+    wanted = (config.vocab_size, config.hidden_size)
+    if head_VD is not None and tuple(head_VD.shape) != wanted:
+        raise ValueError(f"the target's head is {tuple(head_VD.shape)}, the drafter needs {wanted}")
     rows = None
     if d2t is not None:
         if head_VD is None:
