@@ -77,6 +77,8 @@ def block_states(module: DFlashModule, blocks: Blocks, embedding_VD: Tensor) -> 
 
     Runs the very methods that decoding runs; only ``attend`` differs.
     """
+    if "sliding_attention" in module.config.layer_types:
+        raise ValueError("training sliding-attention drafters is not supported")
     R, S, _ = blocks.features_RSF.shape
     A, b = blocks.anchors_RA.shape[1], blocks.block_size
     context = module.context(blocks.features_RSF.reshape(R * S, -1))

@@ -30,6 +30,13 @@ def load_frozen(source: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     return load(target_folder(source), dtype=dtype).eval().requires_grad_(False)
 
 
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of the same target."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(target_folder(source))
+
+
 def target_folder(source: str) -> str:
     """What `from_pretrained` should get for a target named on the command line."""
     from paceline.gguf import convert_gguf, smollm2_gguf

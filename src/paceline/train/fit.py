@@ -16,7 +16,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.drafters.dflash import DFlashConfig, DFlashModule, offsets_of, save_dflash
+from paceline.drafters.dflash import (
+    DFlashConfig,
+    DFlashModule,
+    offsets_of,
+    save_dflash,
+    vocabulary_fingerprint,
+)
 from paceline.train.blocks import Blocks, block_states, make_blocks
 from paceline.train.config import Phase, TrainConfig
 from paceline.train.corpus import Row, count_tokens, draft_vocabulary, read_corpus
-from paceline.train.features import FeatureRow, capture_shards, load_frozen, open_shards
+from paceline.train.features import (
+    FeatureRow,
+    capture_shards,
+    load_frozen,
+    load_tokenizer,
+    open_shards,
+)
 from paceline.train.losses import frozen_head_ce, leading_correct, position_weights
 from paceline.train.start import drafter_config, embedding_table, feature_scales, start_module
 
@@ -321,6 +333,8 @@ def fit(config: TrainConfig, *, log: Callable[[str], None] = print) -> Path:
     train = [item for item in rows if not item.row.held_out]
     held = [item for item in rows if item.row.held_out]
     trainee = make_trainee(config, target, train, torch.bfloat16)
+    fingerprint = vocabulary_fingerprint(load_tokenizer(config.target))
+    trainee.shape = replace(trainee.shape, vocabulary_fingerprint=fingerprint)
     checkpoint = run / "checkpoint.pt"
     first = load_checkpoint(checkpoint, trainee) if checkpoint.exists() else 0
     stop: list[int] = []
