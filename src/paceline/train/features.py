@@ -31,10 +31,13 @@ def load_frozen(source: str, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer of the same target."""
+    """The tokenizer of the same target; None for a folder that has none."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(target_folder(source))
+    folder = target_folder(source)
+    if Path(folder).is_dir() and not any(Path(folder).glob("tokenizer*")):
+        return None
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def target_folder(source: str) -> str:

@@ -333,8 +333,9 @@ def fit(config: TrainConfig, *, log: Callable[[str], None] = print) -> Path:
     train = [item for item in rows if not item.row.held_out]
     held = [item for item in rows if item.row.held_out]
     trainee = make_trainee(config, target, train, torch.bfloat16)
-    fingerprint = vocabulary_fingerprint(load_tokenizer(config.target))
-    trainee.shape = replace(trainee.shape, vocabulary_fingerprint=fingerprint)
+    if (tokenizer := load_tokenizer(config.target)) is not None:
+        named = vocabulary_fingerprint(tokenizer)
+        trainee.shape = replace(trainee.shape, vocabulary_fingerprint=named)
     checkpoint = run / "checkpoint.pt"
     first = load_checkpoint(checkpoint, trainee) if checkpoint.exists() else 0
     stop: list[int] = []
