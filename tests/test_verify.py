@@ -13,7 +13,7 @@ from paceline import pipeline as pipelines
 from paceline.core import SamplingParams, Verdict
 from paceline.decode.accept import match
 from paceline.drafters.model import ModelDrafter
-from paceline.evaluate.verify import check_distribution, judge, verify
+from paceline.evaluate.verify import ExactArithmetic, check_distribution, judge, verify
 from paceline.pipeline import Pipeline
 from tiny import tiny_target
 
@@ -53,8 +53,11 @@ def test_a_first_difference_is_judged_by_its_margin() -> None:
     pipeline, prompt = make("match"), [3, 4, 5]
     logits = pipeline.target.next_logits(prompt)
     best, second, *_, worst = logits.argsort(descending=True).tolist()
-    assert judge(pipeline, 0, prompt, [best], [worst]).verdict == "bug"
-    found = judge(pipeline, 0, prompt, [best], [second])
+    assert (
+        judge(pipeline, ExactArithmetic(pipeline.target), 0, prompt, [best], [worst]).verdict
+        == "bug"
+    )
+    found = judge(pipeline, ExactArithmetic(pipeline.target), 0, prompt, [best], [second])
     assert found.margin == pytest.approx(float(logits[best] - logits[second]))
     with pytest.raises(ValueError, match="temperature"):
         check_distribution(pipeline, prompt, replace(PARAMS, temperature=0.0), 400)

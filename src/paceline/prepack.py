@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -34,7 +35,9 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """[..., in] -> [..., out]; plain when called with other weights than those packed."""
+        if self.weight.dtype != torch.bfloat16:
+            return F.linear(x, self.weight, self.bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
             x.reshape(-1, x.shape[-1]), self.packed, self.bias, "none", [], ""
         )

@@ -14,7 +14,7 @@ from paceline.core import Completion, SamplingParams
 from paceline.data.prompts import DEMO_PROMPTS
 from paceline.decode.loop import run
 from paceline.evaluate.metrics import acceptance
-from paceline.evaluate.verify import judge
+from paceline.evaluate.verify import ExactArithmetic, judge
 from paceline.pipeline import Pipeline, outputs_of
 
 
@@ -104,8 +104,10 @@ def _compare(pipeline: Pipeline, kind: str, prompt: str, params: SamplingParams)
     identical = "yes"
     if reply.token_ids != plain.token_ids:
         start = pipeline.encode(prompt)
-        verdict = judge(pipeline, 0, start, plain.token_ids, reply.token_ids)
-        identical = "no" if verdict.verdict == "bug" else f"near-tie ({verdict.margin})"
+        verdict = judge(
+            pipeline, ExactArithmetic(pipeline.target), 0, start, plain.token_ids, reply.token_ids
+        )
+        identical = "no" if verdict.verdict == "bug" else f"near-tie ({verdict.margin:.2g})"
     tokens, plain_tokens = decoded(reply), decoded(plain)
     speed, plain_speed = tokens / max(seconds, 1e-9), plain_tokens / max(plain_seconds, 1e-9)
     return {

@@ -16,13 +16,44 @@ from paceline.core import Completion, SamplingParams
 from paceline.evaluate.metrics import acceptance
 from paceline.pipeline import Pipeline
 
-# Largest top-2 margin that rounding can overturn: two units in the last place of a logit of ~20.
+# Largest top-2 margin, in fp32 arithmetic, that rounding in the target's dtype may overturn.
 TIE_MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+
+
+class ExactArithmetic:
+    """The target's own weights, computed with in fp32: the umpire over two roundings.
+
+    In bf16 a margin depends on the shape of the batch it was computed in, so neither side's own
+    logits can judge. Costs four bytes per weight while it lives, and only once a reply differs.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._weights: dict[str, torch.Tensor] | None = None
+
+    @torch.inference_mode()
+    def next_logits(self, ids: list[int]) -> torch.Tensor:
+        """Logits [V] after ids, fp32."""
+        model = self._target.model
+        if self._weights is None:
+            named = [*model.named_parameters(), *model.named_buffers()]
+            self._weights = {
+                name: value.float() if value.is_floating_point() else value for name, value in named
+            }
+        tokens = torch.tensor([ids], device=self._target.device)
+        arguments = {"input_ids": tokens, "use_cache": False, "logits_to_keep": 1}
+        out = torch.func.functional_call(model, self._weights, kwargs=arguments)
+        logits: torch.Tensor = out.logits[0, -1].float()
+        return logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first divergence of one reply. ``margin`` is the target's top-2 logit gap there."""
+    """The first divergence of one reply.
+
+    ``margin`` is the gap between the two tokens' logits there, with the target's weights in fp32
+    arithmetic.
+    """
 
     prompt: int
     position: int
@@ -49,6 +80,7 @@ def verify(
     pipeline.rows(prompts, params)  # bad prompts are named before any work is done
     differences: list[Difference] = []
     replies: list[Completion] = []
+    exact = ExactArithmetic(pipeline.target)
     plain = pipeline.plain()
     for at in range(0, len(prompts), batch_size):
         part = prompts[at : at + batch_size]
@@ -58,7 +90,7 @@ def verify(
         for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
             ids, other = a.outputs[0].token_ids, b.outputs[0].token_ids
             if ids != other:
-                differences.append(judge(pipeline, at + i, a.prompt_token_ids, ids, other))
+                differences.append(judge(pipeline, exact, at + i, a.prompt_token_ids, ids, other))
         progress(min(len(prompts), at + batch_size))
     verdicts = [difference.verdict for difference in differences]
     return {
@@ -137,7 +169,12 @@ def check_distribution(
 
 
 def judge(
-    pipeline: Pipeline, prompt: int, start: list[int], wanted: list[int], got: list[int]
+    pipeline: Pipeline,
+    exact: ExactArithmetic,
+    prompt: int,
+    start: list[int],
+    wanted: list[int],
+    got: list[int],
 ) -> Difference:
     """Find the first divergence and look at the target's margin there."""
     pairs = list(zip(wanted, got, strict=False))
@@ -146,7 +183,7 @@ def judge(
     other = got[at] if at < len(got) else -1
     margin = None
     if plain >= 0 and other >= 0:
-        logits = pipeline.target.next_logits(start + wanted[:at]).float()
+        logits = exact.next_logits(start + wanted[:at])
         if {plain, other} <= set(logits.topk(3).indices.tolist()):
             margin = abs(float(logits[plain] - logits[other]))
     tie = margin is not None and margin <= TIE_MARGIN[pipeline.target.dtype]
