@@ -166,7 +166,8 @@ def verify(
     for difference in figures["differences"]:
         typer.echo(
             f"prompt {difference['prompt']}: differs at token {difference['position']}, "
-            f"top-2 margin {difference['margin']}: {difference['verdict']}"
+            f"margin {difference['margin']}, rounding {difference['rounding']}: "
+            f"{difference['verdict']}"
         )
     counts = ", ".join(f"{figures[k]} {k}" for k in ("prompts", "identical", "near_ties", "bugs"))
     typer.echo(f"{counts} ({figures['dtype']})")
