@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ class Packed:
     counts: list[int]
     ancestors: list[Tensor | None]
     bidirectional: bool = False
-    _masks: dict[tuple[int | None, int], list[Tensor | None]] = field(default_factory=dict)
+    _masks: dict[tuple[Any, ...], list[Tensor | None]] = field(default_factory=dict)
     _targets: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -60,15 +61,18 @@ class Packed:
             return 0
         return max(0, self.starts[row] - window + 1)
 
-    def mask(self, row: int, window: int | None, heads: int) -> Tensor | None:
-        """[heads * n, end - first_visible] bool; None when every node sees everything from there.
+    def mask(self, row: int, window: int | None, heads: int, dtype: torch.dtype) -> Tensor | None:
+        """[heads * n, end - first_visible]: 0 where visible, else minus infinity, to be added.
 
-        The row's mask stands ``heads`` times, once per query head of a key head. All layers share it.
+        None when every node sees everything from there. The row's mask stands ``heads`` times, once
+        per query head of a key head. All layers share it.
         """
-        key = window, heads
+        key = window, heads, dtype
         if key not in self._masks:
             masks = [self._make_mask(r, window) for r in range(len(self.slots))]
-            self._masks[key] = [None if mask is None else mask.repeat(heads, 1) for mask in masks]
+            self._masks[key] = [
+                None if mask is None else _additive(mask.repeat(heads, 1), dtype) for mask in masks
+            ]
         return self._masks[key][row]
 
     def _make_mask(self, row: int, window: int | None) -> Tensor | None:
@@ -92,6 +96,12 @@ class Packed:
         return None if bool(mask.all()) else mask
 
 
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Done once per forward: SDPA would turn a bool mask into this one in every layer."""
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill_(~mask, float("-inf"))
+
+
 class RaggedCache:
     """Keys and values of many rows, each with its own length: [slots, G, capacity, d] per layer.
 
@@ -110,6 +120,11 @@ class RaggedCache:
     def write(self, layer: int, k_GTd: Tensor, v_GTd: Tensor, batch: Packed) -> None:
         """Store the nodes' keys and values in their rows' slots, growing the layer if needed."""
         keys, values = self._room(layer, k_GTd, v_GTd, max(batch.ends))
+        if len(batch.slots) == 1:
+            slot, start, end = batch.slots[0], batch.starts[0], batch.ends[0]
+            keys[slot, :, start:end] = k_GTd
+            values[slot, :, start:end] = v_GTd
+            return
         rows, places = batch.write_index()
         keys[rows, :, places] = k_GTd.transpose(0, 1)
         values[rows, :, places] = v_GTd.transpose(0, 1)
@@ -176,7 +191,7 @@ def packed_attention(
         offset += count
         # The query heads that share a key head become further queries of it: no copies of K and V.
         q = q.reshape(G, H // G * count, -1)
-        mask = batch.mask(row, window, H // G)
+        mask = batch.mask(row, window, H // G, q.dtype)
         if sinks_H is None and softcap is None:
             out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale)[0]
         else:
@@ -200,7 +215,7 @@ def _plain_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        scores = scores + mask
     if sinks_GQ is not None:
         scores = torch.cat((scores, sinks_GQ.to(scores.dtype).unsqueeze(-1)), dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
