@@ -67,8 +67,7 @@ class Family:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        weights: list[Tensor] = [layer.weight for layer in layers]
-        self.packed = _pack(torch.cat(weights))
+        self.packed = _pack(torch.cat(tuple(layer.weight for layer in layers)))
         self.bias = torch.cat(biases).detach() if biases else None
         self.size = len(layers)
         self.served: set[int] = set()
@@ -104,18 +103,16 @@ def prepack(module: nn.Module) -> None:
     """Swap every linear layer below ``module`` for its prepacked twin, in place."""
     linears = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
     for names in _SIBLINGS:
-        family = (
-            [linears.pop(name) for name in names if name in linears]
-            if all(name in linears for name in names)
-            else []
-        )
-        if len({(layer.in_features, layer.bias is None) for layer in family}) == 1:
-            shared, at = Family(family), 0
-            for name, layer in zip(names, family, strict=True):
-                columns = slice(at, at + layer.out_features)
-                setattr(module, name, SiblingLinear(layer.weight, layer.bias, shared, columns))
-                at = columns.stop
-    for name, child in module.named_children():
+        layers = [linears[name] for name in names if name in linears]
+        alike = {(layer.in_features, layer.bias is None) for layer in layers}
+        if len(layers) < len(names) or len(alike) > 1:
+            continue
+        family, at = Family(layers), 0
+        for name, layer in zip(names, layers, strict=True):
+            columns = slice(at, at + layer.out_features)
+            setattr(module, name, SiblingLinear(layer.weight, layer.bias, family, columns))
+            at = columns.stop
+    for name, child in list(module.named_children()):
         if type(child) is nn.Linear:
             setattr(module, name, PackedLinear(child.weight, child.bias))
         else:

@@ -5,10 +5,7 @@ Knows nothing that the rooms do not; a user's mistake is exit code 2 with one li
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,38 +13,20 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.cli.common import (
+    DrafterOption,
+    DtypeOption,
+    JsonOption,
+    TargetOption,
+    TokensOption,
+    write_json,
+)
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Faster answers from a language model, word for word the same.",
 )
-
-TargetOption = Annotated[str, typer.Option(help="Folder, hub id, GGUF file, or smollm2.")]
-DrafterOption = Annotated[
-    str, typer.Option(help="Packaged name, DFlash folder, ngram, model:NAME, none or default.")
-]
-DtypeOption = Annotated[str, typer.Option(help="bf16, fp16 or fp32.")]
-JsonOption = Annotated[
-    Path | None, typer.Option("--json", dir_okay=False, help="Write the figures here, too.")
-]
-TokensOption = Annotated[int, typer.Option(help="At most this many new tokens per reply.")]
-
-
-def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write figures to a file that appears whole or not at all."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w") as stream:
-            json.dump(figures, stream, indent=1, allow_nan=False)
-            stream.write("\n")
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 @app.command()
@@ -266,7 +245,3 @@ def main() -> None:
     except Exception:  # exit code 1 is a bug that verify found, never a crash
         traceback.print_exc()
         sys.exit(3)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,41 @@
+"""What the commands share: option types and figures written as JSON.
+
+Knows no command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+TargetOption = Annotated[str, typer.Option(help="Folder, hub id, GGUF file, or smollm2.")]
+DrafterOption = Annotated[
+    str, typer.Option(help="Packaged name, DFlash folder, ngram, model:NAME, none or default.")
+]
+DtypeOption = Annotated[str, typer.Option(help="bf16, fp16 or fp32.")]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", dir_okay=False, help="Write the figures here, too.")
+]
+TokensOption = Annotated[int, typer.Option(help="At most this many new tokens per reply.")]
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write figures to a file that appears whole or not at all."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w") as stream:
+            json.dump(figures, stream, indent=1, allow_nan=False)
+            stream.write("\n")
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
