@@ -66,7 +66,7 @@ class Family:
     """The stacked weights of sibling layers and their latest product."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         self.packed = _pack(torch.cat(tuple(layer.weight for layer in layers)))
         self.bias = torch.cat(biases).detach() if biases else None
         self.size = len(layers)
