@@ -3,6 +3,9 @@
 Knows nothing about how training works.
 """
 
-from paceline.recipes.smollm2 import smollm2_dflash
+from paceline.recipes.smollm2 import smollm2_dflash, smollm2_dflash_longer
 
-RECIPES = {"smollm2_dflash": smollm2_dflash}
+RECIPES = {
+    "smollm2_dflash": smollm2_dflash,
+    "smollm2_dflash_longer": smollm2_dflash_longer,
+}
