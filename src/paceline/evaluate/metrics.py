@@ -1,37 +1,173 @@
 """Acceptance figures from the rounds of finished replies, with one definition each.
 
-Knows nothing about models; it counts. A reply's first round is its prefill and is left out.
+Knows nothing about models or clocks; it counts. A reply's first round is its prefill and is left
+out. Every ratio is a quotient of two sums that add up over requests, so no figure depends on how
+requests were split into batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from paceline.core import Completion, Round
+from paceline.core import Completion
+
+LOOP_WINDOW, LOOP_GRAM, LOOP_TIMES = 64, 8, 4
+
+
+def ratio(total: float, count: float) -> float:
+    """Quotient of a (sum, count) pair; 0 where nothing was counted."""
+    return total / count if count else 0.0
+
+
+def loops(token_ids: Sequence[int]) -> bool:
+    """Whether the last 64 tokens hold an 8-gram 4 or more times (overlaps count)."""
+    tail = list(token_ids[-LOOP_WINDOW:])
+    grams = Counter(tuple(tail[i : i + LOOP_GRAM]) for i in range(len(tail) - LOOP_GRAM + 1))
+    return max(grams.values(), default=0) >= LOOP_TIMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Sums over verify rounds, after trimming at EOS, stop and limits."""
+    """Sums over verify rounds, after trimming at EOS, stop and limits. Two of them add up."""
 
+    requests: int  # replies, those without a verify round included
     verify_rounds: int
-    drafted_tokens: int
-    accepted_drafts: int
-    committed_tokens: int
+    drafted_tokens: int  # draft nodes the target scored, those after a rejection included
+    accepted_drafts: int  # leading accepted drafts that were committed
+    committed_tokens: int  # accepted drafts and bonus tokens
+    request_lengths: float  # sum over replies of committed tokens per round ...
+    requests_with_rounds: int  # ... and how many replies that sum has
+    committed_rounds: Counter[int]  # committed tokens -> rounds that committed so many
+    accepted_rounds: Counter[int]  # accepted drafts -> rounds that accepted so many
+
+    def __add__(self, other: Acceptance) -> Acceptance:
+        """The figures of both sets of replies together."""
+        names = Acceptance.__dataclass_fields__
+        return Acceptance(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @property
+    def verified_tokens(self) -> int:
+        """Nodes the target scored: every round's root and its drafts."""
+        return self.drafted_tokens + self.verify_rounds
 
     @property
     def acceptance_length_pooled(self) -> float:
         """Committed tokens per verify round, the bonus token included; 0 without rounds."""
-        return self.committed_tokens / self.verify_rounds if self.verify_rounds else 0.0
+        return ratio(self.committed_tokens, self.verify_rounds)
+
+    @property
+    def acceptance_length_request_mean(self) -> float:
+        """Mean over replies of each reply's own committed tokens per verify round."""
+        return ratio(self.request_lengths, self.requests_with_rounds)
+
+    @property
+    def acceptance_length_full_bonus(self) -> float:
+        """1 + accepted drafts per round, as engines print it: a reply that ends inside the
+        accepted drafts has no bonus token, and yet one is counted. 0 without rounds."""
+        return ratio(self.accepted_drafts + self.verify_rounds, self.verify_rounds)
+
+    @property
+    def accepted_drafts_per_round(self) -> float:
+        """Acceptance length of the drafts only, the bonus token left out."""
+        return ratio(self.accepted_drafts, self.verify_rounds)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted; drafts after a rejection count as drafted."""
+        return ratio(self.accepted_drafts, self.drafted_tokens)
+
+    @property
+    def waste(self) -> float:
+        """Share of the drafted tokens that were not committed."""
+        return ratio(self.drafted_tokens - self.accepted_drafts, self.drafted_tokens)
+
+    @property
+    def drafted_per_committed(self) -> float:
+        """Draft tokens spent per committed token."""
+        return ratio(self.drafted_tokens, self.committed_tokens)
+
+    @property
+    def verified_per_committed(self) -> float:
+        """Nodes scored per committed token: what predicts the slow-down at large batches."""
+        return ratio(self.verified_tokens, self.committed_tokens)
+
+    @property
+    def slot_acceptance(self) -> list[dict[str, Any]]:
+        """Per draft position k = 1, 2, ...: rounds that accepted at least k drafts.
+
+        ``unconditional`` is their share of all rounds, ``conditional`` of the rounds that accepted
+        at least k - 1. Ends with the first position that no round reached.
+        """
+        slots, reached = [], self.verify_rounds
+        for position in range(1, max(self.accepted_rounds, default=0) + 2):
+            if reached == 0:
+                break
+            accepted = sum(n for length, n in self.accepted_rounds.items() if length >= position)
+            slots.append(
+                {
+                    "position": position,
+                    "accepted": accepted,
+                    "reached": reached,
+                    "unconditional": ratio(accepted, self.verify_rounds),
+                    "conditional": ratio(accepted, reached),
+                }
+            )
+            reached = accepted
+        return slots
+
+    def figures(self) -> dict[str, Any]:
+        """Sums and ratios by name, as they go into JSON."""
+        names = (
+            "requests",
+            "verify_rounds",
+            "drafted_tokens",
+            "verified_tokens",
+            "accepted_drafts",
+            "committed_tokens",
+            "acceptance_length_pooled",
+            "acceptance_length_request_mean",
+            "acceptance_length_full_bonus",
+            "accepted_drafts_per_round",
+            "acceptance_rate",
+            "waste",
+            "drafted_per_committed",
+            "verified_per_committed",
+            "slot_acceptance",
+        )
+        histogram = {str(k): n for k, n in sorted(self.committed_rounds.items())}
+        return {name: getattr(self, name) for name in names} | {"histogram": histogram}
 
 
 def acceptance(replies: Iterable[Completion]) -> Acceptance:
     """Pool the verify rounds of many replies."""
-    rounds: list[Round] = [r for reply in replies for r in reply.rounds[1:]]
+    requests = with_rounds = drafted = 0
+    lengths = 0.0
+    committed: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
+    for reply in replies:
+        rounds = reply.rounds[1:]
+        requests += 1
+        with_rounds += bool(rounds)
+        lengths += ratio(sum(r.committed for r in rounds), len(rounds))
+        drafted += sum(r.drafted for r in rounds)
+        committed.update(r.committed for r in rounds)
+        accepted.update(r.accepted for r in rounds)
     return Acceptance(
-        verify_rounds=len(rounds),
-        drafted_tokens=sum(r.drafted for r in rounds),
-        accepted_drafts=sum(r.accepted for r in rounds),
-        committed_tokens=sum(r.committed for r in rounds),
+        requests=requests,
+        verify_rounds=committed.total(),
+        drafted_tokens=drafted,
+        accepted_drafts=sum(length * n for length, n in accepted.items()),
+        committed_tokens=sum(length * n for length, n in committed.items()),
+        request_lengths=lengths,
+        requests_with_rounds=with_rounds,
+        committed_rounds=committed,
+        accepted_rounds=accepted,
     )
+
+
+def without_loops(replies: Iterable[Completion]) -> list[Completion]:
+    """The replies that do not end in a loop: repeated text inflates acceptance."""
+    return [reply for reply in replies if not loops(reply.token_ids)]
