@@ -1,0 +1,204 @@
+"""Answers from any OpenAI-compatible server: bounded concurrency, retries, never a torn run.
+
+Knows nothing about files of rows; replies come back as ids of the target's own chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from paceline.data.formats import RowError, read_message
+from paceline.data.regenerate import Answer, Ask, Settings
+from paceline.data.template import Template
+
+_FATAL = {401: "set OPENAI_API_KEY", 403: "set OPENAI_API_KEY", 404: "check --endpoint and --model"}
+
+
+class EndpointError(ValueError):
+    """The server cannot be used at all; the message has the fix."""
+
+
+class _TryAgain(Exception):
+    """A failure that may pass. ``after``: seconds the server asked to wait."""
+
+    def __init__(self, why: str, after: float | None = None) -> None:
+        super().__init__(why)
+        self.after = after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """POSTs to ``url``/v1/chat/completions; the key, if any, is OPENAI_API_KEY.
+
+    429, 5xx, timeouts and broken connections are tried ``tries`` times in all, after 1, 2, 4, ...
+    times ``pause`` seconds (at most 60, with jitter) or as long as Retry-After says.
+    """
+
+    url: str
+    model: str
+    tries: int = 6
+    pause: float = 1.0
+    timeout: float = 600.0
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint {self.url!r}: start it with http:// or https://")
+
+    @property
+    def address(self) -> str:
+        """Where requests go; the user may or may not have written /v1."""
+        base = self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+        return f"{base}/v1/chat/completions"
+
+    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The server's reply object.
+
+        Raises:
+            RowError: this request is refused (4xx), or failed every time.
+            EndpointError: wrong address, model or key.
+        """
+        for attempt in range(self.tries):
+            try:
+                return self._post({"model": self.model, **body})
+            except _TryAgain as error:
+                if attempt + 1 == self.tries:
+                    raise RowError("endpoint-failed", f"{error}, {self.tries} times") from None
+                backoff = min(60.0, self.pause * 2.0**attempt) * random.uniform(0.5, 1.0)
+                self.sleep(backoff if error.after is None else error.after)
+        raise RowError("endpoint-failed", "no try allowed")
+
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.address, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                found = json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read(300).decode("utf-8", "replace").strip()
+                after = _retry_after(error.headers.get("Retry-After"))
+            if error.code in (408, 409, 425, 429) or error.code >= 500:
+                raise _TryAgain(f"HTTP {error.code} {text}", after) from None
+            if error.code in _FATAL:
+                raise EndpointError(
+                    f"{self.address}: HTTP {error.code} {text}; {_FATAL[error.code]}"
+                ) from None
+            raise RowError("endpoint-refused", f"HTTP {error.code} {text}") from None
+        except (OSError, ValueError, EOFError) as error:  # timeouts, broken pipes, cut-off JSON
+            raise _TryAgain(f"{type(error).__name__}: {error}") from None
+        except Exception as error:  # http.client's own: IncompleteRead, BadStatusLine
+            raise _TryAgain(f"{type(error).__name__}: {error}") from None
+        if not isinstance(found, dict):
+            raise RowError("endpoint-garbled", "the reply is not an object")
+        return found
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds of a Retry-After header: a number, or a date."""
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        try:
+            return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        except ValueError:
+            return None
+
+
+class Endpoint:
+    """Answers through a Client, ``concurrency`` requests at a time.
+
+    Gives up when only failures came back for a while: then the server is gone, and the rows that
+    are written stay written.
+    """
+
+    def __init__(
+        self, client: Client, template: Template, settings: Settings, *, concurrency: int = 16
+    ) -> None:
+        self.slots = concurrency
+        self._client, self._template, self._settings = client, template, settings
+        self._pool = ThreadPoolExecutor(concurrency)
+        self._open: dict[Future[Answer], Ask] = {}
+        self._failures = 0
+
+    def submit(self, ask: Ask) -> None:
+        """Send one request in a thread of its own."""
+        self._open[self._pool.submit(self._ask, ask)] = ask
+
+    def collect(self) -> list[tuple[Ask, Answer | RowError]]:
+        """Wait until at least one reply is there.
+
+        Raises:
+            EndpointError: the server is of no use; run again to resume.
+        """
+        done: list[tuple[Ask, Answer | RowError]] = []
+        for future in wait(self._open, return_when=FIRST_COMPLETED).done:
+            ask = self._open.pop(future)
+            try:
+                done.append((ask, future.result()))
+                self._failures = 0
+            except RowError as error:
+                self._failures += error.reason == "endpoint-failed"
+                done.append((ask, error))
+                if self._failures > 2 * self.slots:
+                    raise EndpointError(
+                        f"{error}; nothing else since; run again to resume"
+                    ) from None
+        return done
+
+    def close(self) -> None:
+        """Drop what is still open."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, ask: Ask) -> Answer:
+        settings, tools = self._settings, ask.walk.conversation.tools
+        body: dict[str, Any] = {
+            "messages": _for_openai(ask.messages),
+            "max_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "seed": settings.seed_of(ask.key),
+        }
+        if tools:
+            body["tools"] = tools
+        if settings.template:
+            body["chat_template_kwargs"] = dict(settings.template)
+        found = self._client.chat(body)
+        try:
+            choice = found["choices"][0]
+            message = read_message(choice["message"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise RowError("endpoint-garbled", f"no choices[0].message ({error!r})") from None
+        ended = choice.get("finish_reason") in ("stop", "tool_calls")
+        reply = self._template.reply(ask.messages, message, tools, ended=ended)
+        ask.prompt_ids = reply.prompt_ids
+        return Answer(
+            response_ids=reply.response_ids, finish="stop" if ended else "length", message=message
+        )
+
+
+def _for_openai(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool arguments as JSON text, as the protocol has them."""
+    out = []
+    for message in messages:
+        calls = [
+            call | {"function": call["function"] | {"arguments": json.dumps(arguments)}}
+            for call in message.get("tool_calls", ())
+            for arguments in [call["function"]["arguments"]]
+        ]
+        out.append(message | ({"tool_calls": calls} if calls else {}))
+    return out

@@ -1,0 +1,288 @@
+"""Reads conversations of every common shape; a malformed row is reported and never stops the run.
+
+Knows nothing about tokenizers, templates or models.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+Message = dict[str, Any]
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+# Fields of a message that templates read; others (ids, weights, timestamps) are left behind.
+_KEPT = ("reasoning_content", "reasoning", "thinking", "tool_call_id", "name")
+_PROMPTS = ("prompt", "question", "text")
+_REPLIES = ("completion", "response")
+
+
+class RowError(ValueError):
+    """One row cannot be used. ``reason`` is a fixed word to count by; the message has the detail."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages with roles system, developer, user, assistant and tool, in the order of the file.
+
+    ``place`` is file:line, or file[index] for a JSON array or a data set.
+    """
+
+    messages: list[Message]
+    place: str
+    source: str
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def question(self) -> str:
+        """The first user text: a label for people."""
+        return next((str(m["content"]) for m in self.messages if m["role"] == "user"), "")
+
+
+@dataclass
+class Problems:
+    """Rows that could not be used: each is passed to ``report`` at once and counted by reason."""
+
+    report: Callable[[str], None] = lambda _: None
+    counts: Counter[str] = field(default_factory=Counter)
+    rows: list[dict[str, str]] = field(default_factory=list)
+
+    def add(self, place: str, error: RowError) -> None:
+        """Count the row at ``place`` and say why it was left out."""
+        self.counts[error.reason] += 1
+        self.rows.append({"place": place, "reason": error.reason, "detail": str(error)})
+        self.report(f"{place}: {error}")
+
+
+def read_conversations(
+    source: str | Path, problems: Problems, limit: int | None = None
+) -> Iterator[Conversation]:
+    """The usable rows of a file (JSON lines or one array, may be .gz), folder or ``datasets`` name.
+
+    Rows hold ``messages``, ``conversations`` (ShareGPT: from, value), ``prompt`` with ``completion``
+    or ``response``, or only ``prompt``, ``question``, ``text`` or ``turns``; ``tools`` may stand
+    beside any. At most ``limit`` of them. Every other row goes to ``problems``.
+
+    Raises:
+        ValueError: no such file, or a data set that cannot be opened.
+    """
+    name = Path(source).name
+    count = 0
+    for place, found in raw_rows(source):
+        if limit is not None and count >= limit:
+            return
+        try:
+            if isinstance(found, RowError):
+                raise found
+            yield parse_row(found, place=place, source=name)
+            count += 1
+        except RowError as error:
+            problems.add(place, error)
+
+
+def parse_row(row: Any, *, place: str, source: str) -> Conversation:
+    """One decoded row as a conversation. Raises RowError with the reason."""
+    if not isinstance(row, dict):
+        raise RowError("not-an-object", f"the row is a {type(row).__name__}")
+    messages = [read_message(message) for message in _shape(row)]
+    _check_order(messages)
+    return Conversation(
+        messages=messages,
+        place=place,
+        source=str(row.get("source") or source),
+        tools=_tools(row.get("tools")),
+    )
+
+
+def _shape(row: dict[str, Any]) -> list[Any]:
+    """The row's messages as it wrote them, whatever its shape."""
+    for key in ("messages", "conversations"):
+        if row.get(key) is not None:
+            if not isinstance(row[key], list):
+                raise RowError("not-a-list", f"{key} is a {type(row[key]).__name__}")
+            return list(row[key])
+    reply = next((row[key] for key in _REPLIES if row.get(key) is not None), None)
+    for key in _PROMPTS:
+        if row.get(key) is not None:
+            return _turns(row[key], "user") + ([] if reply is None else _turns(reply, "assistant"))
+    if isinstance(row.get("turns"), list):
+        return [turn for text in row["turns"] for turn in _turns(text, "user")]
+    known = ", ".join(("messages", "conversations", *_PROMPTS, "turns"))
+    raise RowError("no-known-field", f"the row has {', '.join(row) or 'nothing'}; known: {known}")
+
+
+def _turns(value: Any, role: str) -> list[Any]:
+    """A text as one message of ``role``; a list is messages already."""
+    return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def read_message(raw: Any) -> Message:
+    """One message with our role names and the fields that templates read. Raises RowError."""
+    if not isinstance(raw, dict):
+        raise RowError("not-an-object", f"a message is a {type(raw).__name__}")
+    name = raw.get("role", raw.get("from"))
+    role = ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise RowError("unknown-role", f"{name!r} is not one of {', '.join(ROLES)}")
+    message: Message = {"role": role}
+    calls = raw.get("tool_calls") if role == "assistant" else None
+    content = raw.get("content", raw.get("value"))
+    thought = any(isinstance(raw.get(key), str) and raw[key].strip() for key in _KEPT[:3])
+    if content is None and (calls or thought):
+        content = ""
+    message["content"] = _text(content)
+    if not message["content"].strip() and not calls and not thought and role in _SPEAKS:
+        raise RowError("empty-content", f"the {role} says nothing")
+    message |= {key: raw[key] for key in _KEPT if isinstance(raw.get(key), str)}
+    if calls:
+        message["tool_calls"] = _calls(calls)
+    return message
+
+
+_SPEAKS = ("user", "assistant")  # a tool may answer with nothing
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        raise RowError("null-content", "a message has no content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(str(text) for text in texts)
+    raise RowError("not-text", "content is neither text nor a list of text parts")
+
+
+def _calls(calls: Any) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects: templates write them as JSON themselves."""
+    out = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError("bad-tool-call", "a tool call names no function")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError:
+                raise RowError("bad-tool-call", "its arguments are not JSON") from None
+        named = {key: call[key] for key in ("id",) if key in call}
+        function = {"name": function["name"], "arguments": arguments}
+        out.append(named | {"type": "function", "function": function})
+    return out
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "[]")
+        except ValueError:
+            raise RowError("bad-tools", "tools is not JSON") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError("bad-tools", "tools is not a list of schemas")
+    return tools
+
+
+def _check_order(messages: list[Message]) -> None:
+    roles = [message["role"] for message in messages]
+    spoken = [role for role in roles if role not in ("system", "developer")]
+    if not roles:
+        raise RowError("empty", "no message")
+    if not spoken:
+        raise RowError("system-only", "only system messages")
+    if spoken[0] != "user":
+        raise RowError(f"{spoken[0]}-first", "the first speaker must be the user")
+
+
+def raw_rows(source: str | Path) -> Iterator[tuple[str, Any]]:
+    """Place and decoded row, or place and the RowError of bytes that hold none."""
+    path = Path(source)
+    if not path.is_file():
+        if path.suffix in (".jsonl", ".json", ".gz"):
+            raise ValueError(f"{path}: no such file")
+        yield from _dataset_rows(source)
+        return
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    stream: IO[bytes]
+    with opened(path, "rb") as stream:
+        start = stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
+        stream.seek(0)
+        # One array is what ShareGPT dumps are; a line of JSON lines that is an array is malformed.
+        if start[:1] == b"[" and path.name.removesuffix(".gz").endswith(".json"):
+            yield from _array_rows(path, stream.read())
+        else:
+            yield from _lines(path, stream)
+
+
+def _lines(path: Path, stream: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
+    for number, raw in enumerate(stream, start=1):  # line feeds only: JSON text may hold U+2028
+        try:
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            if line.strip():
+                yield f"{path}:{number}", json.loads(line)
+        except UnicodeDecodeError as error:
+            yield f"{path}:{number}", RowError("not-utf-8", f"byte {error.start} of the line")
+        except (ValueError, RecursionError) as error:
+            yield f"{path}:{number}", RowError("broken-json", str(error))
+
+
+def _array_rows(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = json.loads(data.decode("utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: not one JSON array ({error}); JSON lines end in .jsonl"
+        ) from None
+    for index, row in enumerate(rows):
+        yield f"{path}[{index}]", row
+
+
+def _dataset_rows(source: str | Path) -> Iterator[tuple[str, Any]]:
+    """Rows of a folder or a hub name, by the ``datasets`` library; ``NAME:SPLIT``, default train."""
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError:
+        raise ValueError(
+            f"{source}: no such file; to read it as a data set: pip install 'paceline[train]'"
+        ) from None
+    name, _, split = str(source).partition(":")
+    try:
+        if (Path(name) / "state.json").exists():
+            rows = datasets.load_from_disk(name)
+        else:
+            rows = datasets.load_dataset(name, split=split or "train")
+    except Exception as error:  # the library raises many kinds; each means the name is of no use
+        raise ValueError(f"{source}: neither a file nor a data set ({error})") from error
+    for index, row in enumerate(rows):
+        yield f"{source}[{index}]", _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A data set fills the fields that only other rows have with null; content null stays."""
+    if isinstance(value, dict):
+        kept = ("content", "value")
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None or k in kept}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
