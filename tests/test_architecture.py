@@ -31,6 +31,7 @@ SIBLINGS = {
     ("attention", "cache"),
     ("hf", "api"),
     ("cli", "recipes"),
+    ("train", "data"),  # training reads the rows that data writes, and their fingerprint
     ("drafters", "attention"),
     ("drafters", "cache"),
     ("drafters", "prepack"),

@@ -5,15 +5,17 @@ Knows nothing about files of rows; replies come back as ids of the target's own 
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -49,7 +51,7 @@ class Client:
     tries: int = 6
     pause: float = 1.0
     timeout: float = 600.0
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], object] = time.sleep
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -97,9 +99,7 @@ class Client:
                     f"{self.address}: HTTP {error.code} {text}; {_FATAL[error.code]}"
                 ) from None
             raise RowError("endpoint-refused", f"HTTP {error.code} {text}") from None
-        except (OSError, ValueError, EOFError) as error:  # timeouts, broken pipes, cut-off JSON
-            raise _TryAgain(f"{type(error).__name__}: {error}") from None
-        except Exception as error:  # http.client's own: IncompleteRead, BadStatusLine
+        except (OSError, ValueError, http.client.HTTPException) as error:  # cut off on the way
             raise _TryAgain(f"{type(error).__name__}: {error}") from None
         if not isinstance(found, dict):
             raise RowError("endpoint-garbled", "the reply is not an object")
@@ -130,7 +130,9 @@ class Endpoint:
         self, client: Client, template: Template, settings: Settings, *, concurrency: int = 16
     ) -> None:
         self.slots = concurrency
-        self._client, self._template, self._settings = client, template, settings
+        self._closed = threading.Event()  # set: nobody sleeps any more
+        self._client = replace(client, sleep=self._closed.wait)
+        self._template, self._settings = template, settings
         self._pool = ThreadPoolExecutor(concurrency)
         self._open: dict[Future[Answer], Ask] = {}
         self._failures = 0
@@ -154,7 +156,7 @@ class Endpoint:
             except RowError as error:
                 self._failures += error.reason == "endpoint-failed"
                 done.append((ask, error))
-                if self._failures > 2 * self.slots:
+                if self._failures >= max(8, self.slots):
                     raise EndpointError(
                         f"{error}; nothing else since; run again to resume"
                     ) from None
@@ -162,6 +164,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Drop what is still open."""
+        self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self, ask: Ask) -> Answer:

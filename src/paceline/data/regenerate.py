@@ -124,14 +124,13 @@ def regenerate(
                 answerer.submit(ask)
                 held += 1
             except RowError as error:
-                problems.add(ask.walk.conversation.place, error)
+                asks.failed(ask, error)
         if not held:
             return counts
         for ask, answer in answerer.collect():
             held -= 1
-            asks.open.discard(ask.key)
             if isinstance(answer, RowError):
-                problems.add(ask.walk.conversation.place, answer)
+                asks.failed(ask, answer)
                 continue
             out.append(_row(ask, answer, settings))
             counts["rows"] += 1
@@ -139,9 +138,7 @@ def regenerate(
             counts["supervised"] += len(answer.response_ids)
             counts["loops"] += answer.finish == "loop"
             progress(len(answer.response_ids))
-            ask.walk.answered(answer.message)
-            following = asks.next(iter([ask.walk]))
-            waiting += [following] if following else []
+            waiting += asks.following(ask, answer.message)
 
 
 @dataclass
@@ -153,7 +150,7 @@ class _Asks:
     problems: Problems
     settings: Settings
     counts: dict[str, int]
-    open: set[str] = field(default_factory=set)
+    open: dict[str, list[Walk]] = field(default_factory=dict)  # key: who else waits for its reply
 
     def next(self, walks: Iterator[Walk]) -> Ask | None:
         """The next open question of these walks."""
@@ -167,16 +164,31 @@ class _Asks:
                     self.counts["skipped"] += 1
                     walk.answered(self.out.row(key)["reply"])
                     continue
-                if key in self.open:
-                    break  # the same conversation again, under way
+                if key in self.open:  # the same question again; its reply will serve both
+                    self.counts["skipped"] += 1
+                    self.open[key].append(walk)
+                    break
                 try:
                     ids = self.template.prompt(messages, conversation.tools)
                 except RowError as error:
                     self.problems.add(conversation.place, error)
                     break
-                self.open.add(key)
+                self.open[key] = []
                 return Ask(walk=walk, messages=messages, key=key, prompt_ids=ids)
         return None
+
+    def following(self, ask: Ask, reply: Message) -> list[Ask]:
+        """The next questions of the conversations that waited for this reply."""
+        found = []
+        for walk in (ask.walk, *self.open.pop(ask.key)):
+            walk.answered(reply)
+            found.append(self.next(iter([walk])))
+        return [ask for ask in found if ask]
+
+    def failed(self, ask: Ask, error: RowError) -> None:
+        """Report every conversation that ends here for want of a reply."""
+        for walk in (ask.walk, *self.open.pop(ask.key)):
+            self.problems.add(walk.conversation.place, error)
 
 
 def _row(ask: Ask, answer: Answer, settings: Settings) -> dict[str, Any]:

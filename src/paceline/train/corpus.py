@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from paceline.data.loops import loop_start
 
 Ints = npt.NDArray[np.int32]
 
@@ -43,20 +44,6 @@ def is_held_out(prompt: Sequence[int], share: float) -> bool:
     """Whether a prompt belongs to the held-out split; depends on its token ids only."""
     digest = hashlib.sha256(np.asarray(prompt, dtype=np.int32).tobytes()).digest()
     return int.from_bytes(digest[:8], "big") / 2.0**64 < share
-
-
-def loop_start(tokens: Sequence[int], gram: int = 8, times: int = 4, window: int = 128) -> int:
-    """Where the text begins to repeat itself: the start of the second copy, or len(tokens).
-
-    A loop is one `gram`-gram that occurs `times` times within `window` tokens.
-    """
-    seen: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for at in range(len(tokens) - gram + 1):
-        places = seen[tuple(tokens[at : at + gram])]
-        places.append(at)
-        if len(places) >= times and at - places[-times] <= window:
-            return places[-times + 1]
-    return len(tokens)
 
 
 def read_corpus(
