@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.cli import data as data_commands
 from paceline.cli.common import (
     DrafterOption,
     DtypeOption,
@@ -27,6 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Faster answers from a language model, word for word the same.",
 )
+app.add_typer(data_commands.app, name="data")
 
 
 @app.command()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,24 @@ class Estimate:
     feature_bytes: int
     capture_rate: float | None = None
     generate_rate: float | None = None
+
+    def at(self, capture_rate: float | None, generate_rate: float | None) -> Estimate:
+        """The same totals at these rates, in tokens per second."""
+        return replace(self, capture_rate=capture_rate, generate_rate=generate_rate)
+
+    def measured(
+        self,
+        pipeline: Pipeline,
+        prompts: Sequence[list[int]],
+        batch_size: int,
+        seconds: float,
+        *,
+        capture: bool = False,
+    ) -> Estimate:
+        """The same totals at rates measured now, about ``seconds`` each."""
+        rate = measure_capture(pipeline.target, prompts, seconds) if capture else None
+        drawn = measure_generation(pipeline, prompts, batch_size=batch_size, seconds=seconds)
+        return self.at(rate, drawn)
 
     @property
     def capture_hours(self) -> float | None:
@@ -106,7 +124,8 @@ def measure_generation(
     pipeline: Pipeline, prompts: Sequence[Sequence[int]], *, batch_size: int, seconds: float = 3.0
 ) -> float:
     """Reply tokens per second of a full batch after its first round, prompts as given."""
-    many = [list(prompts[i % len(prompts)]) for i in range(batch_size)]
+    room = pipeline.target.max_length - 64  # a reply has to fit behind it
+    many = [list(prompts[i % len(prompts)])[-room:] for i in range(batch_size)]
     session = pipeline.session(batch_size)
     for row in pipeline.rows(many, SamplingParams(max_tokens=10**6, ignore_eos=True)):
         session.add(row)

@@ -11,7 +11,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ class Fingerprint:
     weights: str | None
     tokenizer: str | None
     template: str | None
+
+    def without_weights(self) -> Fingerprint:
+        """For text that the target only reads, such as the replies of a data set."""
+        return replace(self, weights=None)
 
 
 def fingerprint_of(source: str, tokenizer: Any) -> Fingerprint:

@@ -98,6 +98,9 @@ class Answerer(Protocol):
     def collect(self) -> list[tuple[Ask, Answer | RowError]]:
         """Work until something is finished, or for one step; returns what is finished."""
 
+    def close(self) -> None:
+        """Let go of what is still open."""
+
 
 def regenerate(
     conversations: Iterable[Conversation],
@@ -113,7 +116,7 @@ def regenerate(
 
     Questions whose key is in ``out`` are not asked again: run the same command to resume.
     """
-    counts = {"rows": 0, "tokens": 0, "supervised": 0, "skipped": 0, "loops": 0}
+    counts = {"rows": 0, "tokens": 0, "supervised": 0, "repeated": 0, "loops": 0}
     fresh = map(Walk, conversations)
     asks = _Asks(template, out, problems, settings, counts)
     waiting: list[Ask] = []  # next turns of conversations that are under way come first
@@ -161,11 +164,11 @@ class _Asks:
                     messages=messages, tools=conversation.tools, settings=asdict(self.settings)
                 )
                 if key in self.out:
-                    self.counts["skipped"] += 1
+                    self.counts["repeated"] += 1
                     walk.answered(self.out.row(key)["reply"])
                     continue
                 if key in self.open:  # the same question again; its reply will serve both
-                    self.counts["skipped"] += 1
+                    self.counts["repeated"] += 1
                     self.open[key].append(walk)
                     break
                 try:
@@ -240,6 +243,9 @@ class InProcess:
             elif len(row.output) // 32 > (len(row.output) - len(ids)) // 32 and _loops(row):
                 row.limit = len(row.tokens) + 1  # the next round is its last
         return done
+
+    def close(self) -> None:
+        """Nothing to let go of: no work goes on between calls."""
 
     def _answer(self, row: Row) -> Answer:
         ids, finish = row.output, row.finish_reason or "length"

@@ -65,6 +65,10 @@ class RowFile:
     def __len__(self) -> int:
         return len(self._places)
 
+    def keys(self) -> list[str]:
+        """All keys, in the order of the file."""
+        return list(self._places)
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row and flush it. Its key must be new."""
         assert row["key"] not in self._places, "a row is written once"

@@ -1,17 +1,18 @@
 """The target writes the user's turns itself, when there are no prompts to answer.
 
-Knows nothing about files; it returns texts that are prompts like any other.
+Knows nothing about replies; the texts are prompts like any other.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.core import Row, SamplingParams
 from paceline.data.formats import RowError
 from paceline.data.loops import loop_start
+from paceline.data.rows import RowFile, row_key
 from paceline.data.template import Template
 from paceline.pipeline import Pipeline
 
@@ -87,6 +88,39 @@ def write_prompts(
             yield row.params.seed, text
 
 
+def fill(
+    pipeline: Pipeline,
+    template: Template,
+    out: RowFile,
+    count: int,
+    *,
+    dropped: Counter[str],
+    max_new_tokens: int = 256,
+    batch_size: int = 8,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> int:
+    """Append prompts (``prompt``, ``source``, ``seed``) until ``out`` holds ``count``; how many.
+
+    Seeds go on behind the last one in the file, so that a further run draws other texts.
+    """
+    held = [out.row(key) for key in out.keys()]
+    texts = write_prompts(
+        pipeline,
+        template,
+        count - len(held),
+        known={fold(row["prompt"]) for row in held},
+        dropped=dropped,
+        first_seed=max((row["seed"] + 1 for row in held), default=0),
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+    )
+    for seed, text in texts:
+        key = row_key(prompt=fold(text))
+        out.append({"prompt": text, "source": "self-written", "seed": seed, "key": key})
+        progress(1)
+    return len(out) - len(held)
+
+
 def fold(text: str) -> str:
     """Texts that fold alike are the same prompt."""
     return " ".join(text.casefold().split())
@@ -94,6 +128,7 @@ def fold(text: str) -> str:
 
 def _text(row: Row, tokenizer: Any) -> str:
     if row.text is not None and isinstance(row.stop_reason, str):
+        row.text.finish()
         return str(row.text.text).strip()
     return str(tokenizer.decode(row.output, skip_special_tokens=True)).strip()
 

@@ -151,7 +151,7 @@ class Template:
             reply = whole[len(prompt) :]
         else:  # a token spans the border; served, the prompt's ids stand before the reply's
             reply = self.ids(text[len(asked) :])
-            if self._text(prompt + reply) != self._text(whole):
+            if self.decode(prompt + reply) != self.decode(whole):
                 raise RowError("border-merged", "a token spans the border of prompt and reply")
         return self._until_end(prompt, reply)
 
@@ -180,7 +180,7 @@ class Template:
     def _until_end(self, prompt: list[int], reply: list[int]) -> Reply:
         """Cut what the template writes after the end of turn: the model stops there."""
         last = max((i for i, token in enumerate(reply) if token in self.ends), default=None)
-        if last is None or self._text(reply[last + 1 :]).strip():
+        if last is None or self.decode(reply[last + 1 :]).strip():
             return Reply(prompt_ids=prompt, response_ids=reply, ended=False)
         return Reply(prompt_ids=prompt, response_ids=reply[: last + 1], ended=True)
 
@@ -193,5 +193,6 @@ class Template:
             raise RowError("empty-content", f"nothing said: {message.get('content')!r}")
         return Reply(prompt_ids=reply.prompt_ids, response_ids=ids, ended=False)
 
-    def _text(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, special tokens included."""
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))

@@ -1,0 +1,50 @@
+"""Opens what a target's text is written with, by name: tokenizer, template, end ids, widths.
+
+Knows nothing about weights; no model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.data.fingerprint import Fingerprint, fingerprint_of, target_folder
+from paceline.data.template import Template
+
+
+def open_template(source: str, arguments: Mapping[str, Any]) -> tuple[Template, Fingerprint]:
+    """The chat template and the fingerprint of a target: folder, hub id, GGUF file or ``smollm2``.
+
+    Raises:
+        ValueError: no tokenizer there, or no chat template.
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+
+    place = _place(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"target {source!r}: cannot load its tokenizer ({error})") from error
+    try:
+        end: Any = GenerationConfig.from_pretrained(place).eos_token_id
+    except (OSError, ValueError):
+        end = None
+    ends = frozenset(end if isinstance(end, list) else [] if end is None else [end])
+    template = Template(tokenizer=tokenizer, arguments=arguments, end_ids=ends)
+    return template, fingerprint_of(source, tokenizer)
+
+
+def hidden_size(source: str) -> int:
+    """The hidden width D of a target. Raises ValueError if its config cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(_place(source)).get_text_config().hidden_size)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"target {source!r}: cannot read its config ({error})") from error
+
+
+def _place(source: str) -> str | Path:
+    found = target_folder(source)
+    return source if found is None else found
