@@ -22,6 +22,7 @@ from paceline.cli.common import (
     TokensOption,
     write_json,
 )
+from paceline.cli.train import recipes, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -209,31 +210,8 @@ def export(
     typer.echo(f"wrote {export_plain(source, out, head)}")
 
 
-@app.command()
-def train(
-    recipe: Annotated[str, typer.Argument(help="smollm2_dflash.")],
-    data: Annotated[list[Path], typer.Option(help="Corpus file(s): JSONL of token rows.")],
-    run_dir: Annotated[Path, typer.Option(help="Features, checkpoints, logs.")] = Path(
-        "runs/drafter"
-    ),
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value, repeatable.")
-    ] = None,
-) -> None:
-    """Train a drafter by a recipe; run the same command again to resume.
-
-    Example: paceline train smollm2_dflash --data replies.jsonl.gz --set steps=4200
-    """
-    from paceline.recipes import RECIPES
-    from paceline.train.config import parse_settings
-    from paceline.train.fit import fit
-
-    if recipe not in RECIPES:
-        raise ValueError(f"no recipe {recipe!r}; known: {', '.join(RECIPES)}")
-    config = RECIPES[recipe](tuple(map(str, data)), run_dir=str(run_dir))
-    typer.echo(
-        f"drafter in {fit(config.replace(**parse_settings(settings or [])), log=typer.echo)}"
-    )
+app.command()(recipes)
+app.command()(train)
 
 
 def main() -> None:

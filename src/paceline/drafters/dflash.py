@@ -276,7 +276,8 @@ class RMSNorm(nn.Module):
 
 
 def _linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
-    linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias)
+    device = torch.get_default_device()  # skip_init would take the CPU, also under "meta"
+    linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=device)
     with torch.no_grad():
         for weight in linear.parameters():
             weight.fill_(math.nan)

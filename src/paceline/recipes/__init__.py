@@ -3,9 +3,67 @@
 Knows nothing about how training works.
 """
 
-from paceline.recipes.smollm2 import smollm2_dflash, smollm2_dflash_longer
+from __future__ import annotations
 
-RECIPES = {
-    "smollm2_dflash": smollm2_dflash,
-    "smollm2_dflash_longer": smollm2_dflash_longer,
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from paceline.recipes.papers import (
+    TARGETS,
+    llama31_8b_dflash,
+    qwen3_4b_dflash,
+    qwen3_8b_dflash,
+)
+from paceline.recipes.smollm2 import smollm2_dflash, smollm2_dflash_longer
+from paceline.train.config import TrainConfig
+
+Recipe = Callable[..., TrainConfig]
+"""`recipe(data, run_dir=...)`: the corpus files and the folder of the run."""
+
+RECIPES: dict[str, Recipe] = {
+    recipe.__name__: recipe
+    for recipe in (
+        smollm2_dflash,
+        smollm2_dflash_longer,
+        qwen3_4b_dflash,
+        qwen3_8b_dflash,
+        llama31_8b_dflash,
+    )
 }
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of this name; ValueError names the nearest one, or all."""
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(RECIPES)}"
+        raise ValueError(f"no recipe {name!r}; {hint}")
+    return RECIPES[name]
+
+
+def list_recipes() -> list[dict[str, str]]:
+    """Name, target and first docstring line (`purpose`) of every recipe."""
+    return [
+        {
+            "name": name,
+            "target": recipe(("FILE",)).target,
+            "purpose": (inspect.getdoc(recipe) or "").partition("\n")[0],
+        }
+        for name, recipe in RECIPES.items()
+    ]
+
+
+def target_config(target: str) -> Any:
+    """The Hugging Face config of a target: from `TARGETS` if it is there, else from its folder.
+
+    Raises OSError or ValueError when neither has it (a hub id without network).
+    """
+    from transformers import AutoConfig
+
+    from paceline.train.features import target_folder
+
+    if target in TARGETS:
+        return AutoConfig.for_model(**TARGETS[target])
+    return AutoConfig.from_pretrained(target_folder(target))

@@ -8,6 +8,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,24 +24,35 @@ class Phase:
     block_size: int
     anchors_per_row: int
 
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if self.block_size < 2 or self.anchors_per_row < 1:
+            raise ValueError(
+                "a phase needs block_size >= 2 (anchor included), anchors_per_row >= 1"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Everything that decides the result of a run.
 
     ``gamma`` is the decay of the position weights exp(-(k - 1) / gamma). ``init_layers`` are target
-    layers whose weights start the draft layers. ``draft_vocab_size`` None trains the full
-    vocabulary. ``init_from`` is a drafter folder to start from instead.
+    layers whose weights start the draft layers, one each; without them the ``layers`` draft layers
+    start at random. ``draft_vocab_size`` None trains the full vocabulary. ``init_from`` is a drafter
+    folder to start from instead.
+
+    Raises ValueError naming the field for a value of a wrong type or range.
     """
 
     target: str
     data: tuple[str, ...]
     run_dir: str
     taps: tuple[int, ...]
-    init_layers: tuple[int, ...]
     phases: tuple[Phase, ...]
     mask_token_id: int
     steps: int
+    init_layers: tuple[int, ...] = ()
+    layers: int | None = None  # None: as many as init_layers
     block_size: int = 8
     draft_vocab_size: int | None = None
     init_from: str | None = None
@@ -59,8 +73,17 @@ class TrainConfig:
     checkpoint_seconds: float = 180.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError("steps must be at least 1")
+        _check_types(self)
+        for name in ("steps", "rows_per_step", "max_tokens", "rows_per_shard", "eval_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if self.draft_layers < 1:
+            raise ValueError("set layers (a random start) or init_layers (target layers to copy)")
+        if self.init_layers and self.draft_layers != len(self.init_layers):
+            raise ValueError(
+                f"layers is {self.layers}, but init_layers names {len(self.init_layers)}; "
+                "set init_layers=[] for a random start"
+            )
         if not self.phases or abs(sum(p.share for p in self.phases) - 1) > 1e-6:
             raise ValueError("the shares of the phases must sum to 1")
         if self.phases[-1].block_size != self.block_size:
@@ -68,14 +91,14 @@ class TrainConfig:
         if not self.data:
             raise ValueError("name at least one corpus file (--data)")
 
+    @property
+    def draft_layers(self) -> int:
+        """The number of draft layers."""
+        return len(self.init_layers) if self.layers is None else self.layers
+
     def replace(self, **changes: Any) -> TrainConfig:
         """A copy with some fields changed; ValueError names an unknown key's nearest field."""
-        known = [field.name for field in dataclasses.fields(self)]
-        for key in changes:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"unknown setting {key!r}{hint}")
+        _check_names(changes, TrainConfig, "setting")
         return dataclasses.replace(self, **changes)
 
     def phase_at(self, step: int) -> Phase:
@@ -89,7 +112,10 @@ class TrainConfig:
 
 
 def parse_settings(pairs: list[str]) -> Mapping[str, Any]:
-    """``key=value`` pairs from a command line; values are JSON, or text if they are not."""
+    """``key=value`` pairs from a command line; values are JSON, or text if they are not.
+
+    ``phases`` is a list of objects with the fields of ``Phase``.
+    """
     found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -99,5 +125,51 @@ def parse_settings(pairs: list[str]) -> Mapping[str, Any]:
             value = json.loads(text)
         except json.JSONDecodeError:
             value = text
+        if key == "phases":
+            value = _phases(value)
         found[key] = tuple(value) if isinstance(value, list) else value
     return found
+
+
+def _phases(value: Any) -> list[Phase]:
+    names = [field.name for field in dataclasses.fields(Phase)]
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ValueError(f"phases must be a JSON list of objects with {', '.join(names)}")
+    for item in value:
+        _check_names(item, Phase, "key of phases")
+        if missing := [name for name in names if name not in item]:
+            raise ValueError(f"phases: an object lacks {', '.join(missing)}")
+    return [Phase(**item) for item in value]
+
+
+def _check_names(given: Mapping[str, Any], kind: type, what: str) -> None:
+    known = [field.name for field in dataclasses.fields(kind)]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown {what} {key!r}{hint}")
+
+
+def _check_types(config: Any) -> None:
+    """ValueError naming the first field whose value is not of the declared type."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not _fits(value, kind):
+            wanted = type(config).__dataclass_fields__[name].type
+            raise ValueError(f"{name} is {value!r}, which is not {wanted}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    parts: tuple[Any, ...] = typing.get_args(kind)
+    if typing.get_origin(kind) is types.UnionType:
+        return any(_fits(value, part) for part in parts)
+    if typing.get_origin(kind) is tuple:
+        if type(value) is not tuple:
+            return False
+        if parts[-1] is Ellipsis:
+            parts = parts[:1] * len(value)
+        return len(parts) == len(value) and all(map(_fits, value, parts))
+    if kind is float:  # whole numbers are fine; NaN and infinity are not; True is no number
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind

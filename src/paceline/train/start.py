@@ -1,4 +1,4 @@
-"""Where a drafter's weights begin: copied target layers, another drafter, and feature scales.
+"""Where a drafter's weights begin: copied target layers, random values, another drafter; feature scales.
 
 Does not know the training loop.
 """
@@ -37,14 +37,25 @@ def embedding_table(target: Any, dtype: torch.dtype) -> Tensor:
 
 
 def drafter_config(config: TrainConfig, target: Any) -> DFlashConfig:
-    """The drafter's shape: the target's own layer shape, as many layers as ``init_layers``."""
-    text = target.config
+    """The drafter's shape for a loaded target; see ``drafter_shape``."""
+    return drafter_shape(config, target.config)
+
+
+def drafter_shape(config: TrainConfig, text: Any) -> DFlashConfig:
+    """The drafter's shape from the target's Hugging Face config: the layer shape is the target's.
+
+    Raises ValueError for taps, a mask id or ``init_layers`` that the target does not have.
+    """
+    if bad := [i for i in config.init_layers if not 0 <= i < text.num_hidden_layers]:
+        raise ValueError(
+            f"init_layers {bad}: the target has layers 0..{text.num_hidden_layers - 1}"
+        )
     rope = text.rope_parameters or {}
     heads = text.num_attention_heads
     return DFlashConfig(
         hidden_size=text.hidden_size,
         intermediate_size=text.intermediate_size,
-        num_hidden_layers=len(config.init_layers),
+        num_hidden_layers=config.draft_layers,
         num_attention_heads=heads,
         num_key_value_heads=text.num_key_value_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
@@ -58,6 +69,12 @@ def drafter_config(config: TrainConfig, target: Any) -> DFlashConfig:
         max_position_embeddings=text.max_position_embeddings,
         draft_vocab_size=config.draft_vocab_size,
     )
+
+
+def parameter_count(shape: DFlashConfig) -> int:
+    """Trained parameters of a drafter of this shape; nothing is allocated."""
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in DFlashModule(shape).parameters())
 
 
 def feature_scales(rows: Sequence[FeatureRow]) -> Tensor:
@@ -74,7 +91,11 @@ def feature_scales(rows: Sequence[FeatureRow]) -> Tensor:
 def start_module(
     config: TrainConfig, shape: DFlashConfig, target: Any, rows: Sequence[FeatureRow], rms: Tensor
 ) -> DFlashModule:
-    """A module in float32 with every weight set, from ``init_from`` or from target layers."""
+    """A module in float32 with every weight set: from ``init_from``, target layers or at random.
+
+    A random start is N(0, 0.02) with norms at 1; the fusing layer sees every tapped dimension at
+    the same magnitude, for a few dimensions would otherwise drown the others.
+    """
     if config.init_from:
         theirs, module, _ = load_dflash(config.init_from, torch.float32)
         for name in _MUST_AGREE:
@@ -85,6 +106,9 @@ def start_module(
     module = DFlashModule(shape)
     generator = torch.Generator().manual_seed(config.seed)
     init_random(module, generator)
+    if not config.init_layers:
+        module.fc.weight.div_(rms)
+        return module
     layers = target.get_decoder().layers
     sample = torch.cat([item.tensor()[1:].float() for item in rows[:16]])
     for i, source in enumerate(config.init_layers):

@@ -1,0 +1,81 @@
+"""The commands that train: `train` and `recipes`.
+
+Knows nothing that the rooms do not.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.common import JsonOption, write_json
+
+if TYPE_CHECKING:
+    from paceline.train.config import TrainConfig
+
+
+def recipes(json_file: JsonOption = None) -> None:
+    """List the training recipes with their targets.
+
+    Example: paceline recipes
+    """
+    from paceline.recipes import list_recipes
+
+    found = list_recipes()
+    for item in found:
+        typer.echo(f"{item['name']}  ({item['target']})\n    {item['purpose']}")
+    write_json(json_file, {"recipes": found})
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="A name that `paceline recipes` lists.")],
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Corpus file(s): JSONL of token rows.")
+    ] = None,
+    run_dir: Annotated[Path, typer.Option(help="Features, checkpoints, logs.")] = Path(
+        "runs/drafter"
+    ),
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value (JSON or text), repeatable.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the full config and start nothing.")
+    ] = False,
+) -> None:
+    """Train a drafter by a recipe; run the same command again to resume.
+
+    Example: paceline train smollm2_dflash --data replies.jsonl.gz --set steps=4200
+    """
+    from paceline.recipes import find_recipe
+    from paceline.train.config import parse_settings
+
+    files = tuple(map(str, data or ()))
+    if dry_run and not files:
+        files = ("FILE (--data)",)
+    changes = parse_settings(settings or [])
+    config = find_recipe(recipe)(files, run_dir=str(run_dir)).replace(**changes)
+    if dry_run:
+        show(config)
+        return
+    from paceline.train.fit import fit
+
+    typer.echo(f"drafter in {fit(config, log=typer.echo)}")
+
+
+def show(config: TrainConfig) -> None:
+    """Print every setting in the form that `--set` takes, and the drafter's size."""
+    from paceline.recipes import target_config
+    from paceline.train.start import drafter_shape, parameter_count
+
+    for key, value in asdict(config).items():
+        typer.echo(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
+    try:
+        text = target_config(config.target)
+    except (OSError, ValueError) as error:
+        typer.echo(f"drafter parameters: the target's config cannot be read ({error})")
+        return
+    typer.echo(f"drafter parameters: {parameter_count(drafter_shape(config, text)):,}")
