@@ -97,10 +97,10 @@ def plan(
     sample: list[list[int]] = []
 
     def lengths() -> Iterator[tuple[int, int]]:
-        for prompt, reply in _lengths(path, template, limit, max_new_tokens):
+        for prompt, before, reply in _lengths(path, template, limit, max_new_tokens):
             if len(sample) < _SAMPLE:
                 sample.append(prompt)
-            yield len(prompt), reply
+            yield len(prompt) + before, reply
 
     total = estimate(lengths(), taps=taps, hidden_size=hidden_size)
     if not total.rows:
@@ -110,21 +110,22 @@ def plan(
 
 def _lengths(
     path: str, template: Template, limit: int | None, max_new_tokens: int
-) -> Iterator[tuple[list[int], int]]:
+) -> Iterator[tuple[list[int], int, int]]:
+    """Prompt ids, tokens of replies that will stand in the prompt, tokens of the reply."""
     if is_row_file(path):
         for _, row in read_rows(path):
-            yield row["prompt_ids"], len(row["response_ids"])
+            yield row["prompt_ids"], 0, len(row["response_ids"])
         return
     for conversation in read_conversations(path, Problems(), limit):
-        walk = Walk(conversation)
+        walk, own = Walk(conversation), 0
         while messages := walk.question():
             try:
-                yield template.prompt(messages, conversation.tools), max_new_tokens
+                yield template.prompt(messages, conversation.tools), own, max_new_tokens
             except RowError:
                 break
-            following = conversation.messages[walk.at : walk.at + 1]
-            said = following and following[0]["role"] == "assistant"
-            walk.answered(following[0] if said else {"role": "assistant", "content": "..."})
+            before = len(walk.history)
+            walk.answered({"role": "assistant", "content": "."})
+            own += 0 if walk.history[before].get("tool_calls") else max_new_tokens
 
 
 def _first(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

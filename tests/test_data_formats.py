@@ -1,0 +1,163 @@
+"""Conversations of every shape are read; every kind of malformed row is named and passed over.
+
+Does not know tokenizers.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.data.formats import Conversation, Problems, read_conversations
+
+U = {"role": "user", "content": "Hi"}
+A = {"role": "assistant", "content": "Hello."}
+
+MALFORMED: list[tuple[str, Any]] = [
+    ("broken-json", b'{"prompt": "cut off'),
+    ("not-utf-8", b'{"prompt": "\xff\xfe"}'),
+    ("not-an-object", [1, 2]),
+    ("not-an-object", {"messages": ["Hi"]}),
+    ("not-a-list", {"messages": "Hi"}),
+    ("no-known-field", {"id": 7}),
+    ("empty", {"messages": []}),
+    ("empty", {"conversations": []}),
+    ("assistant-first", {"messages": [A, U, A]}),
+    ("assistant-first", {"conversations": [{"from": "gpt", "value": "Hello."}]}),
+    ("tool-first", {"messages": [{"role": "tool", "content": "1"}, A]}),
+    ("system-only", {"messages": [{"role": "system", "content": "Be brief."}]}),
+    ("unknown-role", {"messages": [U, {"role": "llama-3", "content": "Hello."}]}),
+    ("unknown-role", {"messages": [U, {"content": "Hello."}]}),
+    ("null-content", {"messages": [U, {"role": "assistant", "content": None}]}),
+    ("null-content", {"conversations": [{"from": "human", "value": None}]}),
+    ("empty-content", {"messages": [U, {"role": "assistant", "content": "  "}]}),
+    ("empty-content", {"prompt": ""}),
+    ("not-text", {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}),
+    ("not-text", {"prompt": 5}),
+    ("bad-tools", {"messages": [U, A], "tools": "not json"}),
+    ("bad-tools", {"messages": [U, A], "tools": [1]}),
+    ("bad-tool-call", {"messages": [U, {"role": "assistant", "tool_calls": [{}]}]}),
+]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def read(path: Path | str, problems: Problems | None = None) -> list[Conversation]:
+    return list(read_conversations(path, problems or Problems()))
+
+
+@pytest.mark.parametrize("reason, row", MALFORMED)
+def test_a_malformed_row_is_named_and_the_next_row_is_read(
+    reason: str, row: Any, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    problems = Problems(report=said.append)
+    path = write(tmp_path / "data.jsonl", [{"prompt": "one"}, row, {"prompt": "two"}])
+    assert [c.question for c in read(path, problems)] == ["one", "two"]
+    assert dict(problems.counts) == {reason: 1}
+    assert said[0].startswith(f"{path}:2: {reason}")
+    assert problems.rows[0]["place"] == f"{path}:2"
+
+
+@pytest.mark.parametrize(
+    "row, roles",
+    [
+        ({"messages": [{"role": "system", "content": "s"}, U, A]}, "system user assistant"),
+        (
+            {"conversations": [{"from": f, "value": "x"} for f in ("system", "human", "gpt")]},
+            "system user assistant",
+        ),
+        (
+            {"conversations": [{"from": f, "value": "x"} for f in ("human", "gpt", "tool", "gpt")]},
+            "user assistant tool assistant",
+        ),
+        ({"prompt": "p", "completion": "c"}, "user assistant"),
+        ({"prompt": "p", "response": "c"}, "user assistant"),
+        ({"prompt": [U], "completion": [A]}, "user assistant"),
+        ({"prompt": "p"}, "user"),
+        ({"question": "p"}, "user"),
+        ({"text": "p"}, "user"),
+        ({"turns": ["p", "q"]}, "user user"),
+    ],
+)
+def test_every_shape_is_read(row: Any, roles: str, tmp_path: Path) -> None:
+    (found,) = read(write(tmp_path / "data.jsonl", [row]))
+    assert " ".join(m["role"] for m in found.messages) == roles
+    assert all(isinstance(m["content"], str) for m in found.messages)
+
+
+def test_tools_reasoning_and_calls_are_kept_and_arguments_become_objects(tmp_path: Path) -> None:
+    call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        U,
+        {"role": "assistant", "content": None, "reasoning_content": "Sum.", "tool_calls": [call]},
+        {"role": "tool", "content": "", "tool_call_id": "1"},
+        A | {"weight": 1},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    row = {"messages": messages, "tools": json.dumps(tools)}
+    (found,) = read(write(tmp_path / "data.jsonl", [row]))
+    assert found.tools == tools
+    said = found.messages[1]
+    assert said["reasoning_content"] == "Sum." and said["content"] == ""
+    assert said["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert found.messages[2]["tool_call_id"] == "1"
+    assert found.messages[3] == A
+
+
+def test_arrays_gzip_marks_and_line_separators_are_read(tmp_path: Path) -> None:
+    rows = [{"prompt": "one"}, {"messages": []}, {"prompt": "a\u2028b"}]
+    array = tmp_path / "dump.json"
+    array.write_text(json.dumps(rows), encoding="utf-8-sig")
+    problems = Problems()
+    assert [c.place for c in read(array, problems)] == [f"{array}[0]", f"{array}[2]"]
+    assert problems.rows[0]["place"] == f"{array}[1]"
+    packed = tmp_path / "lines.jsonl.gz"
+    text = "\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    packed.write_bytes(gzip.compress(text.encode()))
+    assert [c.question for c in read(packed)] == ["one", "a\u2028b"]
+
+
+def test_limit_counts_usable_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", [b"{", {"prompt": "one"}, {"prompt": "two"}])
+    assert len(list(read_conversations(path, Problems(), limit=1))) == 1
+
+
+def test_a_missing_file_and_a_broken_array_are_users_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.jsonl: no such file"):
+        read(tmp_path / "none.jsonl")
+    (tmp_path / "half.json").write_text('[{"prompt": "one"},')
+    with pytest.raises(ValueError, match="half.json: not one JSON array"):
+        read(tmp_path / "half.json")
+
+
+def test_a_data_set_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(name: str, split: str) -> list[Any]:
+        asked.append((name, split))
+        # Arrow fills what other rows have with null.
+        message = {"role": "user", "content": "Hi", "tool_calls": None}
+        return [{"messages": [message], "prompt": None, "tools": None}, {"messages": None}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    problems = Problems()
+    assert [c.place for c in read("owner/chats:test", problems)] == ["owner/chats:test[0]"]
+    assert asked == [("owner/chats", "test")]
+    assert dict(problems.counts) == {"no-known-field": 1}
+
+
+def test_without_the_datasets_library_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"paceline\[train\]"):
+        read("owner/chats")
