@@ -18,7 +18,6 @@ import torch
 from paceline.drafters.dflash import draft_to_target, load_dflash
 from paceline.train.config import Phase, TrainConfig, parse_settings
 from paceline.train.corpus import draft_vocabulary, is_held_out, loop_start, read_corpus
-from paceline.train.features import Taps, capture_shards, open_shards
 from paceline.train.fit import fit, learning_rate
 from tiny import tiny_model
 
@@ -93,33 +92,6 @@ def test_a_resumed_run_is_identical(
     assert d2t is not None and config.draft_vocab_size == 60 == len(draft_to_target(d2t))
     text = (tmp_path / "resumed" / "drafter" / "provenance.json").read_text()
     assert str(tmp_path) not in text and "/" not in json.loads(text)["settings"]["data"][0]
-
-
-def test_features_equal_hidden_states_and_padding_changes_nothing(
-    setup: TrainConfig, tmp_path: Path
-) -> None:
-    model = tiny_model("llama", num_hidden_layers=5)
-    rows = read_corpus(setup.data, max_tokens=64, min_reply=4, held_out_share=0.0)
-    plain = model(torch.from_numpy(rows[0].tokens).long()[None], output_hidden_states=True)
-    expected = torch.cat([plain.hidden_states[i + 1][0] for i in setup.taps], dim=-1)
-    for worker in (0, 1):
-        capture_shards(
-            tiny_model("llama", num_hidden_layers=5),
-            rows,
-            tmp_path,
-            layer_ids=setup.taps,
-            rows_per_shard=8,
-            worker=worker,
-            workers=2,
-        )
-    how: dict[str, Any] = {"layer_ids": setup.taps, "width": 3 * 32, "rows_per_shard": 8}
-    found = open_shards(rows, tmp_path, **how)
-    assert [item.row for item in found] == rows
-    torch.testing.assert_close(found[0].tensor(), expected.bfloat16(), rtol=0.02, atol=0.02)
-    with pytest.raises(ValueError, match="captured from other rows"):
-        open_shards(rows[1:], tmp_path, **how)
-    with pytest.raises(ValueError, match="tap 4"):
-        Taps(model, [4])
 
 
 def test_loops_are_cut_at_the_second_copy() -> None:

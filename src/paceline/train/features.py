@@ -1,103 +1,282 @@
-"""Captures the tapped hidden states of the frozen target once, to memory-mapped shards on disk.
+"""Rows with the frozen target's tapped states: from shards on disk, or captured when needed.
 
-Does not know drafters or losses; a shard holds the features of whole rows and their token ids.
+Does not know drafters or losses.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
 
-from paceline.train.corpus import Row, fingerprint
+from paceline.train.capture import (
+    Taps,
+    capture,
+    load_frozen,
+    load_tokenizer,
+    target_fingerprint,
+    target_folder,
+)
+from paceline.train.corpus import Row
+from paceline.train.shards import Origin, Shard, open_shard, shard_bytes, shard_path, write_shard
 
+__all__ = [
+    "CachePlan",
+    "FeatureRow",
+    "Taps",
+    "load_frozen",
+    "load_tokenizer",
+    "open_features",
+    "plan_cache",
+    "stack_features",
+    "target_fingerprint",
+    "target_folder",
+]
 
-def load_frozen(source: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The target: `smollm2` (the embedded default), a GGUF file, a folder or a hub id; frozen."""
-    from transformers import AutoModelForCausalLM
-
-    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
-    return load(target_folder(source), dtype=dtype).eval().requires_grad_(False)
-
-
-def load_tokenizer(source: str) -> Any:
-    """The tokenizer of the same target; None for a folder that has none."""
-    from transformers import AutoTokenizer
-
-    folder = target_folder(source)
-    if Path(folder).is_dir() and not any(Path(folder).glob("tokenizer*")):
-        return None
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def target_folder(source: str) -> str:
-    """What `from_pretrained` should get for a target named on the command line."""
-    from paceline.gguf import convert_gguf, smollm2_gguf
-
-    if source == "smollm2":
-        return str(convert_gguf(smollm2_gguf()))
-    return str(convert_gguf(source)) if source.endswith(".gguf") else source
-
-
-def target_fingerprint(model: nn.Module) -> str:
-    """A hash that tells targets apart: names, shapes and the values of all vectors (norms)."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
-        digest.update(f"{name}{tuple(weight.shape)}".encode())
-        if weight.dim() == 1:
-            digest.update(weight.detach().float().numpy().tobytes())
-    return digest.hexdigest()[:16]
+Report = Callable[[dict[str, float]], None]
+_GB = 1e9
 
 
-class _Enough(Exception):
-    """Raised by the last tap: the layers above it need not run."""
+@dataclass(frozen=True)
+class Stored:
+    """Where a row's features lie: row `at` of a shard."""
+
+    shard: Shard
+    at: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[S, F]."""
+        return self.shard.offsets[self.at + 1] - self.shard.offsets[self.at], self.shard.width
+
+    def read(self, stop: int | None) -> Tensor:
+        """Features bf16 [S, F] of the first `stop` tokens."""
+        return self.shard.read(self.at, stop)
 
 
-class Taps:
-    """Forward hooks on decoder layers; `run` returns the outputs of the layers in config order.
+@dataclass(frozen=True)
+class Online:
+    """A row whose features are captured each time they are needed."""
 
-    The output of layer i is what Hugging Face calls hidden_states[i + 1].
+    taps: Taps
+    tokens: npt.NDArray[np.int32]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[S, F]."""
+        return len(self.tokens), self.taps.width
+
+    def read(self, stop: int | None) -> Tensor:
+        """Features bf16 [S, F] of the first `stop` tokens, on the target's device."""
+        tokens = self.tokens[:stop]
+        return self.taps.run_rows([tokens])[0, : len(tokens)].bfloat16()
+
+
+@dataclass(frozen=True)
+class FeatureRow:
+    """A row and its features [S, F]: on disk, captured online, or bf16 bits in memory."""
+
+    row: Row
+    features: Stored | Online | npt.NDArray[np.uint16]
+
+    @property
+    def width(self) -> int:
+        """F, taps times hidden size."""
+        return self.features.shape[1]
+
+    def tensor(self, stop: int | None = None) -> Tensor:
+        """The features of tokens [0, stop) as a bf16 tensor (a copy).
+
+        Raises ValueError when the file behind them is damaged.
+        """
+        return self._read(stop).clone()
+
+    def _read(self, stop: int | None) -> Tensor:
+        if isinstance(self.features, np.ndarray):
+            return torch.from_numpy(np.array(self.features[:stop])).view(torch.bfloat16)
+        return self.features.read(stop)
+
+
+def stack_features(rows: Sequence[FeatureRow], width: int) -> Tensor:
+    """Features bf16 [R, width, F] of the first `width` tokens of each row, padded with zeros.
+
+    Rows without stored features are captured together in one forward; then the result lies on the
+    target's device, else on the CPU. Raises ValueError when a file behind the rows is damaged.
     """
+    online: dict[Taps, list[int]] = {}
+    for r, item in enumerate(rows):
+        if isinstance(item.features, Online):
+            online.setdefault(item.features.taps, []).append(r)
+    device = next(iter(online)).device if online else torch.device("cpu")
+    out = torch.zeros(len(rows), width, rows[0].width, dtype=torch.bfloat16, device=device)
+    for taps, places in online.items():
+        tokens = [rows[r].row.tokens[:width] for r in places]
+        captured = taps.run_rows(tokens)
+        for at, r in enumerate(places):
+            out[r, : len(tokens[at])] = captured[at, : len(tokens[at])]
+    for r, item in enumerate(rows):
+        if not isinstance(item.features, Online):
+            part = item._read(width)
+            out[r, : len(part)] = part
+    return out
 
-    def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
-        self._decoder = model.get_decoder()
-        self._layer_ids = list(layer_ids)
-        layers = self._decoder.layers
-        for layer in self._layer_ids:
-            if not 0 <= layer < len(layers) - 1:
-                raise ValueError(f"tap {layer}: the target has layers 0..{len(layers) - 2} to tap")
-        self._found: dict[int, Tensor] = {}
-        for layer in self._layer_ids:
-            layers[layer].register_forward_hook(self._hook(layer, layer == max(self._layer_ids)))
 
-    def _hook(self, layer: int, last: bool) -> Callable[[Any, Any, Any], None]:
-        def keep(_module: Any, _inputs: Any, output: Any) -> None:
-            self._found[layer] = output[0] if isinstance(output, tuple) else output
-            if last:
-                raise _Enough
+@dataclass(frozen=True, kw_only=True)
+class CachePlan:
+    """How much of a corpus is cached: the first `shards` shards, `rows` rows, `tokens` tokens."""
 
-        return keep
+    shards: int
+    rows: int
+    tokens: int
+    bytes: int
 
-    @torch.no_grad()
-    def run(self, tokens_BS: Tensor) -> Tensor:
-        """Features [B, S, m * D] of right-padded rows (causal: padding changes nothing before it)."""
-        try:
-            self._decoder(input_ids=tokens_BS, use_cache=False)
-        except _Enough:
-            pass
-        features = torch.cat([self._found[layer] for layer in self._layer_ids], dim=-1)
-        self._found.clear()
-        return features
+
+def plan_cache(
+    rows: Sequence[Row], *, width: int, rows_per_shard: int, limit_gb: float | None
+) -> CachePlan:
+    """The whole shards, from the first one on, that fit into `limit_gb` (10^9 bytes; None: all).
+
+    Depends on nothing but its arguments, so that a row's features come from the same place in
+    every run. Reads and writes nothing.
+    """
+    shards = size = 0
+    for part in _parts(rows, rows_per_shard):
+        more = shard_bytes(part, width)
+        if limit_gb is not None and size + more > limit_gb * _GB:
+            break
+        shards, size = shards + 1, size + more
+    cached = rows[: shards * rows_per_shard]
+    tokens = sum(len(row.tokens) for row in cached)
+    return CachePlan(shards=shards, rows=len(cached), tokens=tokens, bytes=size)
+
+
+def open_features(
+    rows: Sequence[Row],
+    folder: Path,
+    model: Any,
+    *,
+    layer_ids: Sequence[int],
+    rows_per_shard: int,
+    limit_gb: float | None,
+    batch_tokens: int = 1024,
+    report: Report = lambda _: None,
+) -> list[FeatureRow]:
+    """All rows in order, with features of the tapped layers; captures first what is missing.
+
+    The first shards, up to `limit_gb`, are kept in `folder`; the rows behind them are captured
+    each time they are needed. Shards that are there already are kept, so this may be stopped and
+    repeated. Under torch.distributed each of W ranks captures every W-th missing shard; the ranks
+    must share the folder and call this together.
+
+    `report` first gets the size of the cache (rows, online_rows, tokens, bytes, shards, and
+    missing: the shards to capture), then after each shard this rank's progress (shard, shards,
+    tokens, tokens_per_s, seconds_left).
+
+    Raises ValueError naming file and fix for a shard that is damaged or of other rows, taps or
+    target, for too little disk space and for taps that the target does not have.
+    """
+    taps = Taps(model, tuple(layer_ids))
+    plan = plan_cache(rows, width=taps.width, rows_per_shard=rows_per_shard, limit_gb=limit_gb)
+    cache = _Cache(
+        folder=folder,
+        origin=Origin(taps=taps.layer_ids, target=target_fingerprint(model), width=taps.width),
+        parts=_parts(rows, rows_per_shard)[: plan.shards],
+    )
+    missing = cache.open_present()
+    sizes: dict[str, float] = {"rows": plan.rows, "tokens": plan.tokens, "bytes": plan.bytes}
+    sizes |= {"shards": plan.shards, "missing": len(missing)}
+    report(sizes | {"online_rows": len(rows) - plan.rows})
+    _check_space(folder, [shard_bytes(cache.parts[number], taps.width) for number in missing], plan)
+    _barrier()  # every rank has listed the same shards before one of them writes
+    rank, world = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
+    cache.capture(taps, missing[rank::world], batch_tokens, report)
+    _barrier()
+    if left := cache.open_present():
+        raise ValueError(
+            f"{shard_path(folder, left[0])} is not there: all ranks must share that folder"
+        )
+    return cache.rows() + [FeatureRow(row, Online(taps, row.tokens)) for row in rows[plan.rows :]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cache:
+    """The shards of a folder: `parts` are the rows of each, `opened` those found so far."""
+
+    folder: Path
+    origin: Origin
+    parts: Sequence[Sequence[Row]]
+    opened: dict[int, Shard] = field(default_factory=dict)
+
+    def open_present(self) -> list[int]:
+        """Open and check the shards that are there; returns the numbers of the missing ones."""
+        for number, part in enumerate(self.parts):
+            path = shard_path(self.folder, number)
+            if number not in self.opened and path.exists():
+                self.opened[number] = open_shard(path, self.origin, part)
+        return [number for number in range(len(self.parts)) if number not in self.opened]
+
+    def capture(
+        self, taps: Taps, numbers: Sequence[int], batch_tokens: int, report: Report
+    ) -> None:
+        """Capture and write the named shards, reporting after each."""
+        total = sum(len(row.tokens) for number in numbers for row in self.parts[number])
+        began, tokens = time.monotonic(), 0
+        for done, number in enumerate(numbers, start=1):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part = self.parts[number]
+            features = capture(taps, [row.tokens for row in part], batch_tokens)
+            write_shard(shard_path(self.folder, number), self.origin, part, features)
+            tokens += len(features)
+            rate = tokens / max(1e-9, time.monotonic() - began)
+            figures: dict[str, float] = {"shard": done, "shards": len(numbers), "tokens": tokens}
+            left = round((total - tokens) / rate, 1)
+            report(figures | {"tokens_per_s": round(rate, 1), "seconds_left": left})
+
+    def rows(self) -> list[FeatureRow]:
+        """All rows of the opened shards, in order."""
+        return [
+            FeatureRow(row, Stored(self.opened[number], at))
+            for number, part in enumerate(self.parts)
+            for at, row in enumerate(part)
+        ]
+
+
+def _check_space(folder: Path, sizes: Sequence[int], plan: CachePlan) -> None:
+    """Raise ValueError when the missing shards do not fit on the disk."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    need, free = sum(sizes), shutil.disk_usage(there).free
+    if need > free:
+        fits = (plan.bytes - need + 0.9 * free) / _GB
+        raise ValueError(
+            f"{folder}: the feature cache of {plan.tokens} tokens still needs {need / _GB:.2f} GB "
+            f"and the disk has {free / _GB:.2f} GB free; set cache_gb={fits:.2f} or less (rows "
+            "beyond it are captured during training, 0 caches nothing)"
+        )
+
+
+def _parts(rows: Sequence[Row], rows_per_shard: int) -> list[Sequence[Row]]:
+    return [rows[at : at + rows_per_shard] for at in range(0, len(rows), rows_per_shard)]
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _barrier() -> None:
+    if _is_distributed():
+        dist.barrier()
 
 
 def capture_shards(
@@ -107,108 +286,22 @@ def capture_shards(
     *,
     layer_ids: Sequence[int],
     rows_per_shard: int = 128,
-    batch_tokens: int = 1024,
-    worker: int = 0,
-    workers: int = 1,
-    report: Callable[[dict[str, float]], None] = lambda _: None,
+    report: Report = lambda _: None,
 ) -> None:
-    """Write the missing shards of `rows` (shard i holds rows i*n..). Safe to stop and to repeat.
-
-    Several workers may share the folder; each takes every `workers`-th shard.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    taps, source = Taps(model, layer_ids), target_fingerprint(model)
-    began, tokens = time.monotonic(), 0
-    for shard in range(worker, -(-len(rows) // rows_per_shard), workers):
-        part = rows[shard * rows_per_shard : (shard + 1) * rows_per_shard]
-        head = {"rows": fingerprint(part), "taps": list(layer_ids), "target": source}
-        if _read_head(folder, shard) == head:
-            continue
-        features = _capture(taps, part, batch_tokens)
-        _publish(folder, shard, head, features)
-        tokens += len(features)
-        rate = tokens / (time.monotonic() - began)
-        report({"shard": shard, "tokens": tokens, "tokens_per_s": round(rate, 1)})
-
-
-def _capture(taps: Taps, rows: Sequence[Row], batch_tokens: int) -> npt.NDArray[np.uint16]:
-    """Features [tokens of all rows, F] as bf16 bits; rows of similar length share a batch."""
-    offsets = np.cumsum([0] + [len(row.tokens) for row in rows])
-    out: npt.NDArray[np.uint16] | None = None
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i].tokens))
-    while order:
-        width = (
-            -(-len(rows[order[-1]].tokens) // 32) * 32
-        )  # few shapes: kernels are built per shape
-        batch = order[-max(1, batch_tokens // width) :]
-        del order[-len(batch) :]
-        tokens_BS = torch.zeros(len(batch), width, dtype=torch.long)
-        for at, i in enumerate(batch):
-            tokens_BS[at, : len(rows[i].tokens)] = torch.from_numpy(rows[i].tokens)
-        features = taps.run(tokens_BS).bfloat16().view(torch.uint16).numpy()
-        if out is None:
-            out = np.empty((int(offsets[-1]), features.shape[-1]), dtype=np.uint16)
-        for at, i in enumerate(batch):
-            out[offsets[i] : offsets[i + 1]] = features[at, : len(rows[i].tokens)]
-    assert out is not None
-    return out
-
-
-def _publish(
-    folder: Path, shard: int, head: dict[str, Any], features: npt.NDArray[np.uint16]
-) -> None:
-    work = folder / f".shard-{shard:05d}.{os.getpid()}"
-    features.tofile(work)
-    os.replace(work, folder / f"shard-{shard:05d}.bf16")
-    work.write_text(json.dumps(head))
-    os.replace(work, folder / f"shard-{shard:05d}.json")  # last: says that the shard is whole
-
-
-def _read_head(folder: Path, shard: int) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = json.loads((folder / f"shard-{shard:05d}.json").read_text())
-    except FileNotFoundError:
-        return None
-    return found
-
-
-@dataclass(frozen=True)
-class FeatureRow:
-    """A row and its captured features: `features` [S, m * D], bf16 bits, memory-mapped."""
-
-    row: Row
-    features: npt.NDArray[np.uint16]
-
-    def tensor(self, stop: int | None = None) -> Tensor:
-        """The features of tokens [0, stop) as a bf16 tensor (a copy)."""
-        return torch.from_numpy(np.array(self.features[:stop])).view(torch.bfloat16)
+    """Until fit calls `open_features`: capture every missing shard."""
+    how: dict[str, Any] = {"layer_ids": layer_ids, "rows_per_shard": rows_per_shard}
+    open_features(rows, folder, model, **how, limit_gb=None, report=report)
 
 
 def open_shards(
     rows: Sequence[Row], folder: Path, *, layer_ids: Sequence[int], width: int, rows_per_shard: int
 ) -> list[FeatureRow]:
-    """The rows whose shard is complete, with features of `width` columns.
-
-    Raises ValueError when a shard was captured from other rows, another target or other taps.
-    """
+    """Until fit calls `open_features`: the captured rows, of whichever target."""
     found: list[FeatureRow] = []
-    targets = set()
-    for shard in range(-(-len(rows) // rows_per_shard)):
-        head = _read_head(folder, shard)
-        if head is None:
-            continue
-        part = rows[shard * rows_per_shard : (shard + 1) * rows_per_shard]
-        if head["rows"] != fingerprint(part) or head["taps"] != list(layer_ids):
-            raise ValueError(
-                f"{folder}: shard {shard} was captured from other rows or taps; remove the folder"
-            )
-        targets.add(head["target"])
-        bits: Any = np.memmap(folder / f"shard-{shard:05d}.bf16", dtype=np.uint16, mode="r")
-        bits = bits.reshape(-1, width)
-        offsets = np.cumsum([0] + [len(row.tokens) for row in part])
-        if len(bits) != offsets[-1]:
-            raise ValueError(f"{folder}: shard {shard} is cut short; remove the folder")
-        found += [FeatureRow(row, bits[offsets[i] : offsets[i + 1]]) for i, row in enumerate(part)]
-    if len(targets) > 1:
-        raise ValueError(f"{folder}: shards of different targets; remove the folder")
+    for number, part in enumerate(_parts(rows, rows_per_shard)):
+        path = shard_path(folder, number)
+        with safe_open(path, "pt") as file:
+            target = file.metadata()["target"]
+        shard = open_shard(path, Origin(taps=tuple(layer_ids), target=target, width=width), part)
+        found += [FeatureRow(row, Stored(shard, at)) for at, row in enumerate(part)]
     return found

@@ -1,0 +1,159 @@
+"""Loads the frozen target and reads the outputs of its tapped layers for batches of token rows.
+
+Does not know drafters, losses or files of features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from paceline.target import Target
+
+_PER_WEIGHT = 1024  # values of each weight that go into a fingerprint
+_WIDTH_STEP = 32  # rows are padded to a multiple: CPU kernels are built per shape
+
+
+def load_frozen(source: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The target: `smollm2` (the embedded default), a GGUF file, a folder or a hub id; frozen."""
+    from transformers import AutoModelForCausalLM
+
+    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    return load(target_folder(source), dtype=dtype).eval().requires_grad_(False)
+
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of the same target; None for a folder that has none."""
+    from transformers import AutoTokenizer
+
+    folder = target_folder(source)
+    if Path(folder).is_dir() and not any(Path(folder).glob("tokenizer*")):
+        return None
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def target_folder(source: str) -> str:
+    """What `from_pretrained` should get for a target named on the command line."""
+    from paceline.gguf import convert_gguf, smollm2_gguf
+
+    if source == "smollm2":
+        return str(convert_gguf(smollm2_gguf()))
+    return str(convert_gguf(source)) if source.endswith(".gguf") else source
+
+
+@torch.no_grad()
+def target_fingerprint(model: nn.Module) -> str:
+    """A hash that tells loaded targets apart, fine-tunes of one model included.
+
+    Covers names, shapes and evenly spaced values of every weight: a merged low-rank fine-tune
+    leaves all norms as they were. A bf16 checkpoint loaded in fp32 is the same target.
+    """
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        # An odd step visits all columns of a matrix whose width is a power of two.
+        step = max(1, weight.numel() // _PER_WEIGHT) | 1
+        digest.update(weight.detach().reshape(-1)[::step].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class _Enough(Exception):
+    """Raised by the last tap: the layers above it need not run."""
+
+
+@dataclass(frozen=True)
+class Taps:
+    """The layers of a frozen causal LM whose outputs are a drafter's features, in config order.
+
+    The output of layer i is what Hugging Face calls hidden_states[i + 1]. The model stays as it
+    is between calls. Raises ValueError for a layer that cannot be tapped: the last one is left
+    out, because hidden_states holds its output only after the final norm.
+    """
+
+    model: Any
+    layer_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.layer_ids:
+            raise ValueError("taps: name at least one layer of the target")
+        count = len(self._layers())
+        for layer in self.layer_ids:
+            if not 0 <= layer < count - 1:
+                raise ValueError(f"tap {layer}: the target has layers 0..{count - 2} to tap")
+
+    @property
+    def width(self) -> int:
+        """F, the columns of a feature row: taps times hidden size."""
+        return len(self.layer_ids) * int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go and features come from."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    @torch.no_grad()
+    def run(self, tokens_BS: Tensor) -> Tensor:
+        """Features [B, S, F] in the model's dtype, of rows padded on the right.
+
+        Causal attention: padding changes nothing before it.
+        """
+        layers, found = self._layers(), {}
+        last = max(self.layer_ids)
+
+        def keep(layer: int) -> Callable[[Any, Any, Any], None]:
+            def hook(_module: Any, _inputs: Any, output: Any) -> None:
+                found[layer] = output[0] if isinstance(output, tuple) else output
+                if layer == last:
+                    raise _Enough
+
+            return hook
+
+        hooks = [layers[i].register_forward_hook(keep(i)) for i in set(self.layer_ids)]
+        try:
+            self.model.get_decoder()(input_ids=tokens_BS.to(self.device), use_cache=False)
+        except _Enough:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([found[layer] for layer in self.layer_ids], dim=-1)
+
+    def run_rows(self, rows: Sequence[npt.NDArray[np.int32]]) -> Tensor:
+        """Features [B, S, F] of token rows in one forward; S is the longest, padded a little."""
+        width = -(-max(map(len, rows)) // _WIDTH_STEP) * _WIDTH_STEP
+        tokens_BS = torch.zeros(len(rows), width, dtype=torch.long)
+        for at, row in enumerate(rows):
+            tokens_BS[at, : len(row)] = torch.from_numpy(row)
+        return self.run(tokens_BS)
+
+    def _layers(self) -> nn.ModuleList:
+        """The layers that decoding taps, too."""
+        return Target(self.model, check=False).layers
+
+
+def capture(taps: Taps, rows: Sequence[npt.NDArray[np.int32]], batch_tokens: int) -> Tensor:
+    """Features of all rows behind one another, bf16 [tokens, F] on the CPU.
+
+    Rows of similar length share a forward of about `batch_tokens` tokens, padding included.
+    """
+    offsets = np.cumsum([0] + [len(row) for row in rows])
+    out = torch.empty(int(offsets[-1]), taps.width, dtype=torch.bfloat16)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    while order:
+        longest = max(1, len(rows[order[-1]]))
+        width = -(-longest // _WIDTH_STEP) * _WIDTH_STEP
+        batch = order[-max(1, batch_tokens // width) :]
+        del order[-len(batch) :]
+        features = taps.run_rows([rows[i] for i in batch])
+        for at, i in enumerate(batch):
+            out[offsets[i] : offsets[i + 1]] = features[at, : len(rows[i])]
+    return out
