@@ -134,7 +134,7 @@ def _reply(
     return {
         "reply": done,
         "seconds": {phase: cost[phase] * share for phase in PHASES},
-        "plain_seconds": 0.032 * (0.3 if batch > 1 else 1.0) * (TOKENS - 1),
+        "plain_seconds": (0.0324 if temperature else 0.032) * (0.3 if batch > 1 else 1) * (TOKENS - 1),
         "prefill": 0.06 * (0.5 if batch > 1 else 1.0),
         "passes": passes / batch,
         "looping": looping,

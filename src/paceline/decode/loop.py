@@ -33,6 +33,7 @@ class Seconds:
     """Wall seconds by phase, summed over rounds."""
 
     draft: float = 0.0
+    refine: float = 0.0  # the stages
     verify: float = 0.0
     accept: float = 0.0
     commit: float = 0.0
@@ -40,7 +41,7 @@ class Seconds:
     @property
     def total(self) -> float:
         """All phases together."""
-        return self.draft + self.verify + self.accept + self.commit
+        return self.draft + self.refine + self.verify + self.accept + self.commit
 
 
 @dataclass(kw_only=True)
@@ -78,17 +79,20 @@ class Session:
         rows = self.rows
         ctx = DraftContext(rows=rows, state=self.state)
         draft = self.drafter.propose(ctx) if self.drafter else Draft.empty(len(rows))
-        for stage in self.stages:
-            draft = stage(draft, ctx)
+        drafted = refined = time.perf_counter()
+        if self.stages:
+            for stage in self.stages:
+                draft = stage(draft, ctx)
+            refined = time.perf_counter()
         draft = _within_budget(draft, rows)
-        drafted = time.perf_counter()
         scored = self.target.score(draft, rows, self.cache, self.taps)
         verified = time.perf_counter()
         verdict = self.accept(draft, warp(scored.logits_TV, draft, rows), rows)
         accepted = time.perf_counter()
         committed = self._commit(rows, draft, verdict, scored)
         self.seconds.draft += drafted - began
-        self.seconds.verify += verified - drafted
+        self.seconds.refine += refined - drafted
+        self.seconds.verify += verified - refined
         self.seconds.accept += accepted - verified
         self.seconds.commit += time.perf_counter() - accepted
         return committed
