@@ -6,28 +6,41 @@ Does not know drafters, losses or files of features.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from paceline.target import Target
 
 _PER_WEIGHT = 1024  # values of each weight that go into a fingerprint
+_SETTINGS = ("rope_parameters", "sliding_window", "layer_types")  # change states, not weights
 _WIDTH_STEP = 32  # rows are padded to a multiple: CPU kernels are built per shape
 
 
 def load_frozen(source: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The target: `smollm2` (the embedded default), a GGUF file, a folder or a hub id; frozen."""
+    """The target: `smollm2` (the embedded default), a GGUF file, a folder or a hub id; frozen.
+
+    Raises ValueError or OSError when it cannot be loaded or lacks weights.
+    """
     from transformers import AutoModelForCausalLM
 
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
-    return load(target_folder(source), dtype=dtype).eval().requires_grad_(False)
+    try:
+        model, found = load(target_folder(source), dtype=dtype, output_loading_info=True)
+    except SafetensorError as error:
+        raise ValueError(f"target {source!r}: damaged weights ({error}); fetch it again") from error
+    if missing := sorted(found["missing_keys"]):  # they would stay random
+        raise ValueError(f"target {source!r} has no weights for {', '.join(missing[:5])}")
+    return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(source: str) -> Any:
@@ -50,14 +63,17 @@ def target_folder(source: str) -> str:
 
 
 @torch.no_grad()
-def target_fingerprint(model: nn.Module) -> str:
+def target_fingerprint(model: Any) -> str:
     """A hash that tells loaded targets apart, fine-tunes of one model included.
 
-    Covers names, shapes and evenly spaced values of every weight: a merged low-rank fine-tune
-    leaves all norms as they were. A bf16 checkpoint loaded in fp32 is the same target.
+    Covers names, shapes and evenly spaced values of every weight and saved buffer, since a merged
+    low-rank fine-tune leaves all norms as they were, and the rope and window settings. A change of
+    single rows of one weight may go unseen. A bf16 checkpoint loaded in fp32 is the same target.
     """
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
+    text = model.config.get_text_config()
+    settings = {name: getattr(text, name, None) for name in _SETTINGS}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         # An odd step visits all columns of a matrix whose width is a power of two.
         step = max(1, weight.numel() // _PER_WEIGHT) | 1
@@ -84,7 +100,7 @@ class Taps:
     def __post_init__(self) -> None:
         if not self.layer_ids:
             raise ValueError("taps: name at least one layer of the target")
-        count = len(self._layers())
+        count = len(self._layers)
         for layer in self.layer_ids:
             if not 0 <= layer < count - 1:
                 raise ValueError(f"tap {layer}: the target has layers 0..{count - 2} to tap")
@@ -106,7 +122,7 @@ class Taps:
 
         Causal attention: padding changes nothing before it.
         """
-        layers, found = self._layers(), {}
+        layers, found = self._layers, {}
         last = max(self.layer_ids)
 
         def keep(layer: int) -> Callable[[Any, Any, Any], None]:
@@ -135,6 +151,7 @@ class Taps:
             tokens_BS[at, : len(row)] = torch.from_numpy(row)
         return self.run(tokens_BS)
 
+    @cached_property
     def _layers(self) -> nn.ModuleList:
         """The layers that decoding taps, too."""
         return Target(self.model, check=False).layers

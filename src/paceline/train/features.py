@@ -28,7 +28,15 @@ from paceline.train.capture import (
     target_folder,
 )
 from paceline.train.corpus import Row
-from paceline.train.shards import Origin, Shard, open_shard, shard_bytes, shard_path, write_shard
+from paceline.train.shards import (
+    Origin,
+    Shard,
+    open_shard,
+    read_head,
+    shard_bytes,
+    shard_path,
+    write_shard,
+)
 
 __all__ = [
     "CachePlan",
@@ -182,8 +190,8 @@ def open_features(
     missing: the shards to capture), then after each shard this rank's progress (shard, shards,
     tokens, tokens_per_s, seconds_left).
 
-    Raises ValueError naming file and fix for a shard that is damaged or of other rows, taps or
-    target, for too little disk space and for taps that the target does not have.
+    Raises ValueError naming file and fix for a shard that is damaged, of other rows, taps or
+    target, or beyond the limit; for too little disk space; for taps that the target does not have.
     """
     taps = Taps(model, tuple(layer_ids))
     plan = plan_cache(rows, width=taps.width, rows_per_shard=rows_per_shard, limit_gb=limit_gb)
@@ -193,6 +201,7 @@ def open_features(
         parts=_parts(rows, rows_per_shard)[: plan.shards],
     )
     missing = cache.open_present()
+    _refuse_surplus(folder, plan)
     sizes: dict[str, float] = {"rows": plan.rows, "tokens": plan.tokens, "bytes": plan.bytes}
     sizes |= {"shards": plan.shards, "missing": len(missing)}
     report(sizes | {"online_rows": len(rows) - plan.rows})
@@ -232,7 +241,6 @@ class _Cache:
         total = sum(len(row.tokens) for number in numbers for row in self.parts[number])
         began, tokens = time.monotonic(), 0
         for done, number in enumerate(numbers, start=1):
-            self.folder.mkdir(parents=True, exist_ok=True)
             part = self.parts[number]
             features = capture(taps, [row.tokens for row in part], batch_tokens)
             write_shard(shard_path(self.folder, number), self.origin, part, features)
@@ -249,6 +257,18 @@ class _Cache:
             for number, part in enumerate(self.parts)
             for at, row in enumerate(part)
         ]
+
+
+def _refuse_surplus(folder: Path, plan: CachePlan) -> None:
+    """Raise ValueError when shards of an earlier run make the folder larger than it may be."""
+    planned = {shard_path(folder, number) for number in range(plan.shards)}
+    if surplus := sorted(set(folder.glob("shard-*.safetensors")) - planned):
+        size = sum(path.stat().st_size for path in surplus) / _GB
+        raise ValueError(
+            f"{surplus[0]}: this run caches {plan.shards} shards, and {len(surplus)} more "
+            f"({size:.3g} GB) of an earlier run lie behind them; delete those from this one on, or "
+            "raise cache_gb"
+        )
 
 
 def _check_space(folder: Path, sizes: Sequence[int], plan: CachePlan) -> None:
@@ -301,7 +321,7 @@ def open_shards(
     for number, part in enumerate(_parts(rows, rows_per_shard)):
         path = shard_path(folder, number)
         with safe_open(path, "pt") as file:
-            target = file.metadata()["target"]
+            target = read_head(file)["target"]
         shard = open_shard(path, Origin(taps=tuple(layer_ids), target=target, width=width), part)
         found += [FeatureRow(row, Stored(shard, at)) for at, row in enumerate(part)]
     return found

@@ -3,8 +3,9 @@
 Does not know models, nor which shards a run needs.
 
 Layout of a shard of n rows with T tokens: `features` bf16 [T, F], `tokens` int32 [T] and
-`offsets` int64 [n + 1] (row i is tokens offsets[i] to offsets[i + 1]). The header's metadata names
-the schema, the taps, hashes of the target and of the rows, and the CRC-32 of each tensor's bytes.
+`offsets` int64 [n + 1] (row i is tokens offsets[i] to offsets[i + 1]). The header's metadata has
+one key, `paceline`: JSON that names the schema, the taps, hashes of the target and of the rows, and
+the CRC-32 of each tensor's bytes. Equal rows and features give equal bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +29,12 @@ from paceline.train.corpus import Row, fingerprint
 SCHEMA = "paceline-features-1"
 _HEADER = 1024  # bytes, an upper bound for the usual number of taps
 _NAMES = {"features", "tokens", "offsets"}
+_KEY = "paceline"
+_FOREIGN = {
+    "taps": "other taps",
+    "target": "another target (weights, rope or attention windows)",
+    "rows": "other rows (texts, their order, max_tokens or rows_per_shard)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +45,13 @@ class Origin:
     target: str
     width: int  # F
 
-    def head(self, rows: Sequence[Row]) -> dict[str, str]:
+    def head(self, rows: Sequence[Row]) -> dict[str, Any]:
         """The metadata that a shard of these rows must carry."""
-        taps = json.dumps(list(self.taps))
-        return {"schema": SCHEMA, "taps": taps, "target": self.target, "rows": fingerprint(rows)}
+        return {
+            "taps": list(self.taps),
+            "target": self.target,
+            "rows": fingerprint(rows),
+        }
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -57,15 +68,20 @@ def shard_bytes(rows: Sequence[Row], width: int) -> int:
 def write_shard(path: Path, origin: Origin, rows: Sequence[Row], features_TF: Tensor) -> None:
     """Write a shard; the file appears whole or not at all.
 
-    Raises ValueError when another process took the unfinished file away.
+    Raises ValueError when the disk takes no more, and when another process took the unfinished
+    file away.
     """
     tensors = {"features": features_TF, "tokens": _tokens(rows), "offsets": _offsets(rows)}
-    head = origin.head(rows) | {f"crc32_{name}": _crc(part) for name, part in tensors.items()}
+    head: dict[str, Any] = {"schema": SCHEMA} | origin.head(rows)
+    head |= {f"crc32_{name}": _crc(part) for name, part in tensors.items()}
+    # One key: safetensors writes several in an order that changes from run to run.
+    metadata = {_KEY: json.dumps(head, sort_keys=True)}
+    path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{path.name}.*"):  # of a capture that was killed
         left.unlink(missing_ok=True)
     work = path.parent / f".{path.name}.{os.getpid()}"
     try:
-        save_file(tensors, work, metadata=head)
+        save_file(tensors, work, metadata=metadata)
         with work.open("rb") as stream:
             os.fsync(stream.fileno())
         os.replace(work, path)
@@ -73,6 +89,11 @@ def write_shard(path: Path, origin: Origin, rows: Sequence[Row], features_TF: Te
         raise ValueError(
             f"{path}: another process is capturing into this folder; let one of them finish"
         ) from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path}: cannot be written ({error}); make room or set a smaller cache_gb, then run "
+            "again: the shards before it are kept"
+        ) from error
     finally:
         work.unlink(missing_ok=True)
 
@@ -93,8 +114,11 @@ class Shard:
         Raises ValueError for a damaged file.
         """
         if self._mapped_TF is None:
-            with safe_open(self.path, "pt") as file:
-                mapped = file.get_tensor("features")
+            try:
+                with safe_open(self.path, "pt") as file:
+                    mapped = file.get_tensor("features")
+            except (SafetensorError, OSError) as error:
+                raise _refuse(self.path, f"is cut short or damaged ({error})") from None
             if _crc(mapped) != self.checksum:
                 raise _refuse(self.path, "is damaged: `features` does not match its checksum")
             self._mapped_TF = mapped
@@ -110,28 +134,42 @@ def open_shard(path: Path, origin: Origin, rows: Sequence[Row]) -> Shard:
     """
     try:
         with safe_open(path, "pt") as file:
-            head, names = file.metadata() or {}, set(file.keys())
+            head, names = read_head(file), set(file.keys())
             if head.get("schema") != SCHEMA or names != _NAMES:
                 raise _refuse(path, f"is not a feature shard of schema {SCHEMA}")
             shape = tuple(file.get_slice("features").get_shape())
             kind = file.get_slice("features").get_dtype()
             tokens, offsets = file.get_tensor("tokens"), file.get_tensor("offsets")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise _refuse(path, f"is cut short or damaged ({error})") from None
     for name, expected in origin.head(rows).items():
         if head.get(name) != expected:
-            raise _refuse(path, f"was captured from other {name}")
+            raise _foreign(path, name)
     for name, part in {"tokens": tokens, "offsets": offsets}.items():
         if head.get(f"crc32_{name}") != _crc(part):
             raise _refuse(path, f"is damaged: `{name}` does not match its checksum")
-    same = torch.equal(tokens, _tokens(rows)) and torch.equal(offsets, _offsets(rows))
-    if not same or shape != (len(tokens), origin.width) or kind != "BF16":
-        raise _refuse(path, "was captured from other rows or another feature width")
+    if not torch.equal(tokens, _tokens(rows)) or not torch.equal(offsets, _offsets(rows)):
+        raise _foreign(path, "rows")
+    if shape != (len(tokens), origin.width) or kind != "BF16":
+        raise _refuse(path, f"is damaged: `features` is {kind} {list(shape)}")
     return Shard(path, offsets.tolist(), origin.width, head.get("crc32_features", ""))
+
+
+def read_head(file: Any) -> dict[str, Any]:
+    """The metadata of an opened shard; empty for a file that is no shard."""
+    head: dict[str, Any] = json.loads((file.metadata() or {}).get(_KEY, "{}"))
+    return head
 
 
 def _refuse(path: Path, what: str) -> ValueError:
     return ValueError(f"{path} {what}; delete that file: it is captured again")
+
+
+def _foreign(path: Path, what: str) -> ValueError:
+    return ValueError(
+        f"{path} was captured from {_FOREIGN[what]}; delete the folder {path.parent} to capture "
+        "anew, or use another run_dir"
+    )
 
 
 def _tokens(rows: Sequence[Row]) -> Tensor:
