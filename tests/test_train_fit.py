@@ -1,4 +1,4 @@
-"""A whole tiny run: corpus, capture, training, stop and resume, export; and the corpus rules.
+"""A whole tiny run: capture, training, stop and resume by every means, several processes, export.
 
 Does not know real models: the target is a random Llama of five layers.
 """
@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from paceline.drafters.dflash import draft_to_target, load_dflash
 from paceline.train.config import Phase, TrainConfig, parse_settings
-from paceline.train.corpus import draft_vocabulary, is_held_out, loop_start, read_corpus
-from paceline.train.fit import fit, learning_rate
+from paceline.train.fit import fit, learning_rate, step_rows
 from tiny import tiny_model
+
+STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -47,85 +52,277 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
         mask_token_id=16,
         draft_vocab_size=60,
         block_size=4,
-        rows_per_step=2,
-        steps=8,
+        rows_per_step=4,
+        compute="fp32",
+        steps=STEPS,
         held_out_share=0.2,
         rows_per_shard=8,
-        eval_every=4,
+        eval_every=10,
     )
+
+
+@pytest.fixture(scope="module")
+def whole(setup: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The checkpoint of an uninterrupted run."""
+    return finish(setup, tmp_path_factory.mktemp("whole"))
 
 
 def silent(_: str) -> None:
     pass
 
 
-def finish(config: TrainConfig, folder: Path) -> dict[str, torch.Tensor]:
-    fit(config.replace(run_dir=str(folder)), log=silent)
+def finish(config: TrainConfig, folder: Path) -> dict[str, Any]:
+    outcome = fit(config.replace(run_dir=str(folder)), say=silent)
+    assert outcome.finished and outcome.drafter == folder / "drafter"
+    return read(folder)
+
+
+def read(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
-    assert state["step"] == config.steps
-    return dict(state["masters"])
+    assert state["step"] == STEPS
+    return state
 
 
-def test_a_resumed_run_is_identical(
-    setup: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def losses(folder: Path) -> list[Any]:
+    """Every logged line, the clock's and the speed's figures left out."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    clock = {"seconds", "positions_per_second"}
+    return [{k: v for k, v in line.items() if k not in clock} for line in lines]
+
+
+def same(one: Any, other: Any) -> None:
+    """Bit-equal tensors, whatever holds them."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            same(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def launch(config: TrainConfig, folder: Path, ranks: int = 0) -> subprocess.Popen[str]:
+    """`paceline`'s fit in processes of its own, by torchrun if there are several."""
+    script = folder.parent / f"{folder.name}.py"
+    script.write_text(
+        "from paceline.train.config import Phase, TrainConfig\n"
+        "from paceline.train.fit import fit\n"
+        f"print(fit({config.replace(run_dir=str(folder))!r}).finished)\n"
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.Popen(
+        [sys.executable, *(torchrun if ranks else []), str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_run_that_is_broken_off_and_resumed_is_bit_equal(
+    setup: TrainConfig, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = finish(setup, tmp_path / "whole")
     import paceline.train.fit as module
 
-    real, calls = module.train_step, 0
+    real = module.train_step
 
-    def break_off(*args: Any) -> dict[str, float]:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise KeyboardInterrupt
-        return real(*args)
+    def break_off(config: Any, trainee: Any, rows: Any, step: int) -> dict[str, float]:
+        if step == 13:  # in the middle of an epoch, of a phase and between evaluations
+            raise RuntimeError("power cut")
+        return real(config, trainee, rows, step)
 
     monkeypatch.setattr(module, "train_step", break_off)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError, match="power cut"):
         finish(setup.replace(checkpoint_seconds=0.0), tmp_path / "resumed")
     monkeypatch.setattr(module, "train_step", real)
+    seen = []
+    monkeypatch.setattr(module, "train_step", lambda *a: seen.append(a[3]) or real(*a))
     resumed = finish(setup, tmp_path / "resumed")
-    for name, weight in whole.items():
-        assert torch.equal(weight, resumed[name]), name
-    config, _, d2t = load_dflash(tmp_path / "resumed" / "drafter")
-    assert d2t is not None and config.draft_vocab_size == 60 == len(draft_to_target(d2t))
-    text = (tmp_path / "resumed" / "drafter" / "provenance.json").read_text()
-    assert str(tmp_path) not in text and "/" not in json.loads(text)["settings"]["data"][0]
+    assert seen == list(range(13, STEPS))
+    same(whole["masters"], resumed["masters"])
+    same(whole["optimizer"]["state"], resumed["optimizer"]["state"])
+    same(whole["totals"], resumed["totals"])
 
 
-def test_loops_are_cut_at_the_second_copy() -> None:
-    text = list(range(20)) + [70, 71, 72, 73, 74, 75, 76, 77, 78] * 6
-    assert loop_start(text) == 20 + 9
-    assert loop_start(list(range(300))) == 300
-    apart = [5] * 8 + list(range(10, 200))
-    assert loop_start(apart * 4) == len(apart) * 4  # repeats, but not within the window
+def test_twenty_steps_equal_ten_a_kill_and_ten(
+    setup: TrainConfig, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "killed"
+    process = launch(setup.replace(checkpoint_seconds=0.0), folder)
+    wait_for(folder / "drafter", process)  # written at step 10, before that step's checkpoint
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert 9 <= state["step"] < STEPS
+    resumed = finish(setup, folder)
+    same(whole["masters"], resumed["masters"])
+    same(whole["optimizer"]["state"], resumed["optimizer"]["state"])
 
 
-def test_held_out_rows_depend_on_the_prompt_only() -> None:
-    chosen = [is_held_out([i, i + 1], 0.2) for i in range(2000)]
-    assert 300 < sum(chosen) < 500
-    assert chosen == [is_held_out([i, i + 1], 0.2) for i in range(2000)]
+def test_sigterm_saves_first(setup: TrainConfig, whole: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "stopped"
+    long = setup.replace(steps=100_000, eval_every=100_000)
+    process = launch(long, folder)
+    wait_for(folder / "log.jsonl", process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "run again to resume" in out and "False" in out
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert 50 <= state["step"] < 100_000
 
 
-def test_draft_vocabulary_takes_frequent_tokens_then_extra_then_ids() -> None:
-    counts, extra = np.zeros(10, np.int64), np.zeros(10, np.int64)
-    counts[[7, 3]] = 5, 9
-    extra[8] = 2
-    assert draft_vocabulary(counts, 4, extra).tolist() == [0, 3, 7, 8]
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_processes_equal_one(
+    setup: TrainConfig, whole: dict[str, Any], tmp_path: Path, how: str
+) -> None:
+    """With micro-batches as well; rows that do not divide leave one process without any."""
+    folder = tmp_path / how
+    process = launch(setup.replace(parallel=how, micro_batches=3), folder, ranks=2)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, out
+    found = read(folder)
+    assert found["totals"] == whole["totals"]
+    for name, weight in whole["masters"].items():
+        torch.testing.assert_close(found["masters"][name], weight, rtol=2e-3, atol=2e-5)
+    last = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == STEPS and last["served_rounds"] > 50
+    resumed = fit(setup.replace(run_dir=str(folder)), say=silent)  # by one process
+    assert resumed.finished
 
 
-def test_bad_corpora_are_named(tmp_path: Path) -> None:
-    how: dict[str, Any] = {"max_tokens": 64, "min_reply": 1, "held_out_share": 0.0}
-    with pytest.raises(ValueError, match=r"absent\.jsonl"):
-        read_corpus([tmp_path / "absent.jsonl"], **how)
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt_ids": [1]}\n')
-    with pytest.raises(ValueError, match=r"bad\.jsonl:1.*response_ids"):
-        read_corpus([bad], **how)
-    bad.write_text("{\n")
-    with pytest.raises(ValueError, match=r"bad\.jsonl:1: not JSON"):
-        read_corpus([bad], **how)
+def test_micro_batches_and_recomputing_change_rounding_only(
+    setup: TrainConfig, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    changed = setup.replace(micro_batches=2, recompute=True)
+    found = finish(changed, tmp_path / "micro")
+    for name, weight in whole["masters"].items():
+        torch.testing.assert_close(found["masters"][name], weight, rtol=2e-3, atol=2e-5)
+
+
+def test_features_kept_captured_or_half_of_each_train_the_same(
+    setup: TrainConfig, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    for cache_gb in (0.0, 0.00012):
+        folder = tmp_path / str(cache_gb)
+        found = finish(setup.replace(cache_gb=cache_gb), folder)
+        shards = len(list(folder.glob("features-corpus/*.safetensors")))
+        assert shards == 0 if cache_gb == 0 else 0 < shards < 5
+        for name, weight in whole["masters"].items():
+            torch.testing.assert_close(found["masters"][name], weight, rtol=2e-2, atol=2e-4)
+
+
+def test_bf16_computes_in_bf16_with_float32_masters(setup: TrainConfig, tmp_path: Path) -> None:
+    found = finish(setup.replace(compute="bf16", recompute=True), tmp_path / "bf16")
+    assert {weight.dtype for weight in found["masters"].values()} == {torch.float32}
+    rounded = [torch.equal(w, w.bfloat16().float()) for w in found["masters"].values()]
+    assert not any(rounded)
+
+
+def test_the_commit_is_that_of_the_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    import paceline.train.checkpoint as module
+
+    command = ["git", "-C", str(Path(module.__file__).parent), "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    found = module._commit()
+    assert found is None if not head else found in (head, f"{head}-changed")
+    monkeypatch.setattr(module, "__file__", json.__file__)  # outside any source tree
+    assert module._commit() is None
+
+
+def test_a_run_leaves_logs_a_drafter_and_provenance_without_paths(
+    setup: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    commit = "0" * 40
+    monkeypatch.setattr("paceline.train.checkpoint._commit", lambda: commit)
+    folder = tmp_path / "run"
+    moved: list[tuple[str, int, int]] = []
+    said: list[str] = []
+    config = setup.replace(run_dir=str(folder))
+    fit(config, say=said.append, progress=lambda *now: moved.append(now))
+    assert any(what.startswith("capture") and done == total for what, done, total in moved)
+    assert moved[-1][1:] == (STEPS, STEPS)
+    assert sum("served-acceptance estimate" in line for line in said) == 2
+    lines = losses(folder)
+    assert [line["step"] for line in lines] == [10, STEPS, STEPS]
+    assert lines[1]["total_blocks"] > 0 and lines[1]["lr"] < setup.lr
+    board = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [item.step for item in board.Scalars("served_estimate")] == [10, STEPS]
+    drafter, _, d2t = load_dflash(folder / "drafter")
+    assert d2t is not None and drafter.draft_vocab_size == 60 == len(draft_to_target(d2t))
+    for path in (folder / "provenance.json", folder / "drafter" / "provenance.json"):
+        found = json.loads(path.read_text())
+        assert found["settings"]["lr"] == setup.lr and found["figures"]["step"] == STEPS
+        assert found["data"][0]["name"] == "corpus.jsonl.gz" and found["data"][0]["rows"] == 40
+        assert "/" not in json.dumps([found["settings"], found["data"]])
+        assert os.uname().nodename not in path.read_text()
+        assert found["commit"] == commit
+    fit(config, say=silent)  # nothing left to do: nothing is logged twice
+    assert losses(folder) == lines
+
+
+def test_a_resumed_run_does_not_log_a_step_twice(setup: TrainConfig, tmp_path: Path) -> None:
+    finish(setup, tmp_path)
+    log = tmp_path / "log.jsonl"
+    before = losses(tmp_path)
+    with log.open("a") as stream:
+        stream.write('{"step": 25, "loss": 1.0}\n{"step": 2')
+    finish(setup, tmp_path)
+    assert losses(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": 1e-3}, "was made with lr="),
+        ({"steps": 40}, "was made with steps=20, not 40"),
+        ({"held_out_share": 0.3}, "held_out_share|another data"),
+        ({"max_tokens": 20}, "max_tokens|other rows"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(
+    setup: TrainConfig, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    finish(setup, tmp_path)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    with pytest.raises(ValueError, match=message):
+        finish(setup.replace(**change), tmp_path)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+def test_a_damaged_checkpoint_is_named(setup: TrainConfig, tmp_path: Path) -> None:
+    finish(setup, tmp_path)
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be read"):
+        finish(setup, tmp_path)
+
+
+def test_every_row_is_seen_once_an_epoch_and_orders_differ(setup: TrainConfig) -> None:
+    class Item:
+        def __init__(self, length: int) -> None:
+            self.row = self
+            self.tokens = [0] * length
+
+    rows: Any = [Item(n) for n in range(10, 90)]
+    epochs = [
+        [item for step in range(at, at + 20) for item in step_rows(setup, rows, step)]
+        for at in (0, 20)
+    ]
+    assert set(epochs[0]) == set(epochs[1]) == set(rows) and len(epochs[0]) == 80
+    assert epochs[0] != epochs[1]
+    assert len(step_rows(setup, rows[:3], 7)) == 3
 
 
 def test_settings_are_checked(setup: TrainConfig) -> None:
@@ -134,5 +331,9 @@ def test_settings_are_checked(setup: TrainConfig) -> None:
         setup.replace(gama=2)
     with pytest.raises(ValueError, match="sum to 1"):
         setup.replace(phases=setup.phases[:1])
+    with pytest.raises(ValueError, match="compute is 'int8', not one of auto, bf16, fp32"):
+        setup.replace(compute="int8")
+    with pytest.raises(ValueError, match="cache_gb"):
+        setup.replace(cache_gb=-1.0)
     rates = [learning_rate(setup.replace(steps=100), step) for step in range(100)]
     assert max(rates) == setup.lr and rates[-1] < 0.01 * setup.lr and rates[0] < setup.lr

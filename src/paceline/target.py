@@ -45,6 +45,17 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     return _DTYPES[name]
 
 
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bf16, or fp32 on a CPU without instructions for bf16 products, where bf16 is far slower."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    try:
+        supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):  # a private operator
+        supported = False
+    return torch.bfloat16 if supported else torch.float32
+
+
 class Target:
     """A frozen causal LM whose layers all keep ordinary attention keys and values.
 

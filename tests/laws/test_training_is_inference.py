@@ -49,13 +49,13 @@ def training_logits(
     states = target.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     features = torch.cat([states[1], states[2]], dim=-1)
     blocks = Blocks(
-        features_RSF=features,
         anchors_RA=torch.tensor([anchors]),
         anchor_ids_RA=torch.tensor([[tokens[a] for a in anchors]]),
         labels_RAk=torch.zeros(1, len(anchors), B - 1, dtype=torch.int64),
         keep_RA=torch.ones(1, len(anchors), dtype=torch.bool),
     )
-    hidden = block_states(drafter.module, blocks, embedding_table(target.model, torch.float32))
+    table = embedding_table(target.model, torch.float32)
+    hidden = block_states(drafter.module, blocks, features, table)
     return (hidden.view(len(anchors), B, -1)[:, 1:] @ target.head.weight.T).float()
 
 

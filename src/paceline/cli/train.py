@@ -6,6 +6,9 @@ Knows nothing that the rooms do not.
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,6 +51,8 @@ def train(
 ) -> None:
     """Train a drafter by a recipe; run the same command again to resume.
 
+    Ctrl-C or SIGTERM save first. Several processes: torchrun --nproc-per-node N -m paceline.cli train ...
+
     Example: paceline train smollm2_dflash --data replies.jsonl.gz --set steps=4200
     """
     from paceline.recipes import find_recipe
@@ -63,7 +68,37 @@ def train(
         return
     from paceline.train.fit import fit
 
-    typer.echo(f"drafter in {fit(config, log=typer.echo)}")
+    with _bar() as (say, progress):
+        outcome = fit(config, say=say, progress=progress)
+    if not outcome.finished:
+        raise typer.Exit(128 + signal.SIGTERM)
+    typer.echo(f"drafter in {outcome.drafter}")
+
+
+@contextmanager
+def _bar() -> Iterator[tuple[Callable[[str], None], Callable[[str, int, int], None]]]:
+    """Functions that print a line, and that move a bar: on a terminal; else the bar is lines, too."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield typer.echo, lambda what, done, total: typer.echo(f"{done}/{total} {what}")
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def move(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield lambda line: bar.console.print(line, markup=False, highlight=False), move
 
 
 def show(config: TrainConfig) -> None:

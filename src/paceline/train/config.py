@@ -15,6 +15,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_AT_LEAST_ONE = (
+    "steps",
+    "rows_per_step",
+    "micro_batches",
+    "max_tokens",
+    "rows_per_shard",
+    "eval_every",
+    "eval_rows",
+)
+_CHOICES = {"compute": ("auto", "bf16", "fp32"), "parallel": ("ddp", "fsdp")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
@@ -41,6 +52,13 @@ class TrainConfig:
     start at random. ``draft_vocab_size`` None trains the full vocabulary. ``init_from`` is a drafter
     folder to start from instead.
 
+    ``rows_per_step`` rows make one optimiser step, however many processes share them and into
+    however many ``micro_batches`` each process divides its own. ``compute`` is what products are
+    taken in (masters are always float32); auto is bf16 wherever the machine has instructions for
+    it. ``cache_gb`` bounds the features kept on disk (10^9 bytes; None: all of them).
+    ``recompute`` keeps no activations inside draft layers for the backward pass. ``parallel``
+    matters under torchrun only: whole copies (ddp) or shards (fsdp) of masters and optimiser.
+
     Raises ValueError naming the field for a value of a wrong type or range.
     """
 
@@ -57,6 +75,10 @@ class TrainConfig:
     draft_vocab_size: int | None = None
     init_from: str | None = None
     rows_per_step: int = 4
+    micro_batches: int = 1
+    compute: str = "auto"
+    recompute: bool = False
+    parallel: str = "ddp"
     lr: float = 2.5e-3
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
@@ -68,15 +90,23 @@ class TrainConfig:
     min_reply: int = 4
     held_out_share: float = 0.02
     rows_per_shard: int = 128
+    cache_gb: float | None = None
     eval_every: int = 500
-    eval_anchors: int = 12
+    eval_rows: int = 64
     checkpoint_seconds: float = 180.0
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for name in ("steps", "rows_per_step", "max_tokens", "rows_per_shard", "eval_every"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, not one of {', '.join(known)}"
+                )
+        if self.cache_gb is not None and self.cache_gb < 0:
+            raise ValueError("cache_gb must not be negative; 0 caches nothing")
         if self.draft_layers < 1:
             raise ValueError("set layers (a random start) or init_layers (target layers to copy)")
         if self.init_layers and self.draft_layers != len(self.init_layers):

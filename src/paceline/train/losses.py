@@ -13,7 +13,7 @@ from torch import Tensor
 
 def position_weights(labels_RAk: Tensor, gamma: float) -> Tensor:
     """exp(-(k - 1) / gamma) for draft offsets k = 1.., 0 where the label is -100 (paper eq. 4)."""
-    weights = torch.exp(-torch.arange(labels_RAk.shape[-1]) / gamma)
+    weights = torch.exp(-torch.arange(labels_RAk.shape[-1], device=labels_RAk.device) / gamma)
     return weights * (labels_RAk != -100)
 
 
@@ -50,22 +50,21 @@ class _FrozenHeadCE(torch.autograd.Function):
 def frozen_head_ce(
     states_TD: Tensor, head_VD: Tensor, labels_T: Tensor, weights_T: Tensor, chunk: int = 512
 ) -> Tensor:
-    """Weighted mean cross-entropy, fp32 scalar; positions with label < 0 or weight 0 count nothing.
+    """Weighted sum of cross-entropies, fp32 scalar; a label < 0 or a weight of 0 counts nothing.
 
-    Without any supervised position the loss is zero, and so is the gradient (never NaN).
+    The caller divides the weights by their sum over all processes and micro-batches. Without any
+    supervised position loss and gradient are zero (never NaN).
     """
-    counted = weights_T * (labels_T >= 0)
-    total = counted.sum()
-    if float(total) == 0.0:
-        return states_TD.sum() * 0.0
-    # Rows of weight 0 stay in: matrix kernels are built per shape, and dropping a few costs more.
+    # Positions of weight 0 stay in: matrix kernels are built per shape; dropping a few costs more.
     loss: Tensor = _FrozenHeadCE.apply(  # type: ignore[no-untyped-call]
-        states_TD, head_VD, labels_T.clamp_min(0), counted / total, chunk
+        states_TD, head_VD, labels_T.clamp_min(0), weights_T * (labels_T >= 0), chunk
     )
     return loss
 
 
-def leading_correct(states_TD: Tensor, head_VD: Tensor, labels_Bk: Tensor) -> Tensor:
+def leading_correct(
+    states_TD: Tensor, head_VD: Tensor, labels_Bk: Tensor, chunk: int = 4096
+) -> Tensor:
     """Length [B] of each block's leading run of right greedy drafts; states are [B * k, D]."""
-    right = (states_TD @ head_VD.T).float().argmax(-1).view_as(labels_Bk) == labels_Bk
-    return right.long().cumprod(-1).sum(-1)
+    drafts = torch.cat([(part @ head_VD.T).max(-1).indices for part in states_TD.split(chunk)])
+    return (drafts.view_as(labels_Bk) == labels_Bk).long().cumprod(-1).sum(-1)

@@ -79,9 +79,9 @@ def parameter_count(shape: DFlashConfig) -> int:
 
 def feature_scales(rows: Sequence[FeatureRow]) -> Tensor:
     """Root mean square [F] of each tapped dimension; position 0 (the attention sink) left out."""
-    total, count = torch.zeros(rows[0].features.shape[1]), 0
+    total, count = torch.zeros(rows[0].width), 0
     for item in rows:
-        values = item.tensor()[1:].float()
+        values = item.tensor()[1:].cpu().float()
         total += values.square().sum(0)
         count += len(values)
     return (total / max(1, count)).sqrt().clamp_min(1e-3)
@@ -110,7 +110,7 @@ def start_module(
         module.fc.weight.div_(rms)
         return module
     layers = target.get_decoder().layers
-    sample = torch.cat([item.tensor()[1:].float() for item in rows[:16]])
+    sample = torch.cat([item.tensor()[1:].cpu().float() for item in rows[:16]])
     for i, source in enumerate(config.init_layers):
         _copy_layer(module.layers[i], layers[source], shape, config.taps, source, sample)
     _start_fc(module, config, rms, generator)

@@ -1,0 +1,187 @@
+"""Checkpoints, exported drafters and their provenance: what a run leaves on disk.
+
+Does not know how a step works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from paceline.drafters.dflash import DFlashModule, save_dflash
+from paceline.train.capture import target_fingerprint
+from paceline.train.config import TrainConfig
+from paceline.train.corpus import Row, fingerprint
+from paceline.train.trainee import Trainee, fused
+
+# Settings that say where and how fast, not what comes out: a resumed run may change them.
+_FREE = {
+    "run_dir",
+    "data",
+    "init_from",
+    "compute",
+    "recompute",
+    "parallel",
+    "micro_batches",
+    "cache_gb",
+    "rows_per_shard",
+    "eval_every",
+    "eval_rows",
+    "checkpoint_seconds",
+}
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a run is made from; no path and no host in it."""
+
+    settings: dict[str, Any]
+    data: list[dict[str, Any]]  # name, rows, fingerprint of each corpus file
+    target: str  # fingerprint
+    versions: dict[str, str]
+    commit: str | None
+
+    def provenance(self, figures: dict[str, Any]) -> str:
+        """The text of a provenance.json."""
+        return json.dumps(asdict(self) | {"figures": figures}, indent=1) + "\n"
+
+
+def origin(config: TrainConfig, target: Any, corpora: Sequence[Sequence[Row]]) -> Origin:
+    """Describe a run with its corpus files' rows."""
+    import numpy
+    import transformers
+
+    import paceline
+
+    settings: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    names = [Path(path).name for path in settings.pop("data")]
+    settings.pop("run_dir")
+    for name in ("target", "init_from"):
+        settings[name] = _name(settings[name])
+    return Origin(
+        settings=settings,
+        data=[
+            {"name": name, "rows": len(rows), "fingerprint": fingerprint(rows)}
+            for name, rows in zip(names, corpora, strict=True)
+        ],
+        target=target_fingerprint(target),
+        versions={
+            "paceline": paceline.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": numpy.__version__,
+            "python": platform.python_version(),
+        },
+        commit=_commit(),
+    )
+
+
+def _name(source: str | None) -> str | None:
+    """A hub id or name as it is; of a path the last part."""
+    return Path(source).name if source and Path(source).exists() else source
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that runs, `-changed` if it was edited; None when installed."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        changed = git("status", "--porcelain", "--", str(Path(__file__).parents[1]))
+        return git("rev-parse", "HEAD") + ("-changed" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def save_checkpoint(path: Path, trainee: Trainee, step: int, made: Origin) -> None:
+    """Write masters, optimiser and step, provenance beside them; all processes must call this.
+
+    The file appears whole or not at all, and does not depend on how many processes there are.
+    """
+    masters = get_model_state_dict(trainee.model, options=_WHOLE)
+    moments = get_optimizer_state_dict(trainee.model, trainee.optimizer, options=_WHOLE)
+    if trainee.ranks.first:
+        state = {
+            "step": step,
+            "masters": masters,
+            "optimizer": moments,
+            "rms": trainee.rms_F.cpu(),
+            "totals": trainee.totals,
+            "origin": json.dumps(asdict(made)),
+        }
+        work = path.with_suffix(".tmp")
+        with work.open("wb") as stream:
+            torch.save(state, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(work, path)
+        text = made.provenance({"step": step} | trainee.totals)
+        (path.parent / "provenance.tmp").write_text(text)
+        os.replace(path.parent / "provenance.tmp", path.parent / "provenance.json")
+    trainee.ranks.wait()
+
+
+def load_checkpoint(path: Path, trainee: Trainee, made: Origin) -> int:
+    """Restore a checkpoint into a trainee; returns the next step.
+
+    Raises ValueError when the file is damaged, or was made with other settings, text or target.
+    """
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        theirs = json.loads(state["origin"])
+    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); delete it to start over, or name another --run-dir"
+        ) from None
+    _compare(path, theirs, asdict(made))
+    set_model_state_dict(trainee.model, state["masters"], options=_WHOLE)
+    set_optimizer_state_dict(trainee.model, trainee.optimizer, state["optimizer"], options=_WHOLE)
+    trainee.rms_F = state["rms"].to(trainee.ranks.device)
+    trainee.totals = state["totals"]
+    return int(state["step"])
+
+
+def _compare(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    fix = "name another --run-dir, or give the same again"
+    for key, value in ours["settings"].items():
+        old = theirs["settings"].get(key)
+        if key not in _FREE and old != value:
+            raise ValueError(f"{path} was made with {key}={old}, not {value}; {fix}")
+    for what in ("data", "target"):
+        if theirs[what] != ours[what]:
+            raise ValueError(f"{path} was made from another {what}; {fix}")
+
+
+def export(trainee: Trainee, folder: Path, text: str) -> Path:
+    """Write the drafter as a plain DFlash folder (bf16) with its provenance beside it.
+
+    All processes must call this; one writes.
+    """
+    masters: dict[str, Any] = get_model_state_dict(trainee.model, options=_WHOLE)
+    if trainee.ranks.first:
+        module = DFlashModule(trainee.shape)
+        module.load_state_dict(fused(masters, trainee.rms_F))
+        files = {"provenance.json": text}
+        save_dflash(folder, trainee.shape, module, trainee.d2t, files=files)
+    trainee.ranks.wait()
+    return folder

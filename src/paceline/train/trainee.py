@@ -1,0 +1,191 @@
+"""The drafter in training: float32 masters, what computes with them, its optimiser, its frozen ends.
+
+Does not know steps, files or logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from paceline.drafters.dflash import DFlashConfig, DFlashModule, offsets_of, vocabulary_fingerprint
+from paceline.target import fast_dtype, parse_dtype
+from paceline.train.blocks import Blocks, block_states
+from paceline.train.config import TrainConfig
+from paceline.train.corpus import count_tokens, draft_vocabulary
+from paceline.train.features import FeatureRow, stack_features
+from paceline.train.ranks import Ranks
+from paceline.train.start import drafter_config, embedding_table, feature_scales, start_module
+
+
+class DraftStates(nn.Module):
+    """Blocks in, final states of their drafts out, computed in ``dtype`` from float32 masters.
+
+    The masters are this module's parameters, so that DDP and FSDP see, reduce and shard float32.
+    """
+
+    def __init__(
+        self, drafter: DFlashModule, embedding_VD: Tensor, dtype: torch.dtype, recompute: bool
+    ) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.embedding_VD = embedding_VD  # frozen: neither parameter nor buffer
+        self.recompute = recompute
+        # FSDP casts by itself; see `spread`.
+        self.cast_to = None if dtype == torch.float32 else dtype
+
+    def forward(self, blocks: Blocks, features_RSF: Tensor) -> Tensor:
+        """[R * A * (b - 1), D]."""
+        if self.cast_to is not None:
+            use_copies(self.drafter, self.cast_to)
+        states = block_states(
+            self.drafter, blocks, features_RSF, self.embedding_VD, recompute=self.recompute
+        )
+        return states.view(-1, blocks.block_size, states.shape[-1])[:, 1:].flatten(0, 1)
+
+
+def use_copies(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let a module compute with copies of its parameters; gradients reach the parameters.
+
+    A copy is an attribute of the parameter's name, which Python finds before the parameter. Unlike
+    `torch.func.functional_call` it is still there when checkpointing runs a layer again; unlike
+    autocast it is made once a step, and activations keep their dtype.
+    """
+    for part in module.modules():
+        for name, master in part.named_parameters(recurse=False):
+            part.__dict__[name] = master.to(dtype)
+
+
+@dataclass(kw_only=True)
+class Trainee:
+    """A drafter in training. ``model`` is ``states`` itself, or what DDP or FSDP made of it.
+
+    Features are divided by ``rms_F``, the root mean square of each tapped dimension, before the
+    drafter sees them: a few dimensions would drown the others. `fused` undoes it in the weights.
+    """
+
+    shape: DFlashConfig
+    states: DraftStates
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    rms_F: Tensor
+    head_VD: Tensor
+    vocabulary: Tensor | None  # target ids [V'] of the draft vocabulary
+    to_draft: Tensor  # [V] draft index of a target id, -100 outside the draft vocabulary
+    ranks: Ranks
+    totals: dict[str, float] = field(default_factory=lambda: {"blocks": 0.0, "positions": 0.0})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What products are taken in."""
+        return self.head_VD.dtype
+
+    def labels(self, blocks: Blocks) -> Tensor:
+        """Labels in the draft vocabulary [R, A, k]; -100 where a draft could never be right."""
+        known = blocks.labels_RAk.clamp_min(0)
+        return torch.where(blocks.labels_RAk >= 0, self.to_draft[known], -100)
+
+    def features(self, rows: Sequence[FeatureRow], width: int) -> Tensor:
+        """Scaled features [R, width, F] of the first tokens of each row, on the device."""
+        found = stack_features(rows, width).to(self.ranks.device)
+        return (found / self.rms_F.to(found.dtype)).to(self.dtype)
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward: processes exchange gradients at a step's ``last`` only."""
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            with nullcontext() if last else self.model.no_sync():
+                yield
+            return
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last)
+        yield
+
+    @property
+    def d2t(self) -> Tensor | None:
+        """The draft vocabulary as a drafter folder stores it."""
+        return None if self.vocabulary is None else offsets_of(self.vocabulary)
+
+
+def fused(masters: dict[str, Tensor], rms_F: Tensor) -> dict[str, Tensor]:
+    """The weights of a drafter that sees raw features, from full masters of `DraftStates`."""
+    plain = {name.removeprefix("drafter."): weight for name, weight in masters.items()}
+    return plain | {"fc.weight": plain["fc.weight"] / rms_F.cpu()}
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """bf16 or fp32; ``auto`` is bf16 unless this is a CPU that has no bf16 products of its own."""
+    return fast_dtype(device) if name == "auto" else parse_dtype(name)
+
+
+def make_trainee(
+    config: TrainConfig,
+    target: Any,
+    rows: Sequence[FeatureRow],
+    dtype: torch.dtype,
+    *,
+    ranks: Ranks | None = None,
+    tokenizer: Any = None,
+) -> Trainee:
+    """Build the drafter, its masters and its optimiser at step 0, the same on every process."""
+    ranks = ranks or Ranks()
+    named = None if tokenizer is None else vocabulary_fingerprint(tokenizer)
+    shape = replace(drafter_config(config, target), vocabulary_fingerprint=named)
+    rms = feature_scales(rows[:256])
+    drafter = start_module(config, shape, target, rows, rms).float()
+    with torch.no_grad():
+        drafter.fc.weight.mul_(rms)
+    head = target.get_output_embeddings().weight.detach().to(dtype)
+    vocabulary, to_draft = None, torch.arange(shape.vocab_size)
+    if shape.draft_vocab_size is not None:
+        counts = count_tokens([item.row for item in rows], shape.vocab_size)
+        vocabulary = torch.from_numpy(draft_vocabulary(counts, shape.draft_vocab_size))
+        head = head[vocabulary.to(head.device)]
+        to_draft = torch.full((shape.vocab_size,), -100)
+        to_draft[vocabulary] = torch.arange(len(vocabulary))
+    embedding = embedding_table(target, dtype).to(ranks.device)
+    states = DraftStates(drafter.to(ranks.device), embedding, dtype, config.recompute)
+    model = spread(states, config.parallel, ranks, dtype)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=config.lr,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    return Trainee(
+        shape=shape,
+        states=states,
+        model=model,
+        optimizer=optimizer,
+        rms_F=rms.to(ranks.device),
+        head_VD=head.to(ranks.device).contiguous(),
+        vocabulary=vocabulary,
+        to_draft=to_draft,
+        ranks=ranks,
+    )
+
+
+def spread(states: DraftStates, how: str, ranks: Ranks, dtype: torch.dtype) -> nn.Module:
+    """The module for several processes: copies (ddp), or shards of masters and optimiser (fsdp).
+
+    FSDP shards the module as a whole: its layers are not called as modules, but by their parts.
+    """
+    if ranks.world == 1:
+        return states
+    if how == "ddp":
+        return nn.parallel.DistributedDataParallel(states)
+    states.cast_to = None
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    fully_shard(states, mesh=mesh, mp_policy=policy)
+    return states
