@@ -65,6 +65,11 @@ def example_bench() -> dict[str, Any]:
             "layers": 30,
             "vocab_size": 49152,
             "context": 8192,
+            "fingerprint": {
+                "weights": "8f0e61d2a94c7b35",
+                "tokenizer": "51c07e9ab23d4f68",
+                "template": "d4b8a6f013597ce2",
+            },
         },
         "arguments": {
             "methods": list(METHODS),
@@ -134,7 +139,9 @@ def _reply(
     return {
         "reply": done,
         "seconds": {phase: cost[phase] * share for phase in PHASES},
-        "plain_seconds": (0.0324 if temperature else 0.032) * (0.3 if batch > 1 else 1) * (TOKENS - 1),
+        "plain_seconds": (0.0324 if temperature else 0.032)
+        * (0.3 if batch > 1 else 1)
+        * (TOKENS - 1),
         "prefill": 0.06 * (0.5 if batch > 1 else 1.0),
         "passes": passes / batch,
         "looping": looping,

@@ -53,11 +53,9 @@ def test_a_first_difference_is_judged_by_its_margin() -> None:
     pipeline, prompt = make("match"), [3, 4, 5]
     logits = pipeline.target.next_logits(prompt)
     best, second, *_, worst = logits.argsort(descending=True).tolist()
-    assert (
-        judge(pipeline, ExactArithmetic(pipeline.target), 0, prompt, [best], [worst]).verdict
-        == "bug"
-    )
-    found = judge(pipeline, ExactArithmetic(pipeline.target), 0, prompt, [best], [second])
+    exact, greedy = ExactArithmetic(pipeline.target), SamplingParams()
+    assert judge(pipeline, exact, 0, prompt, [best], [worst], greedy).verdict == "bug"
+    found = judge(pipeline, exact, 0, prompt, [best], [second], greedy)
     assert found.margin == pytest.approx(float(logits[best] - logits[second]), abs=1e-5)
     with pytest.raises(ValueError, match="temperature"):
         check_distribution(pipeline, prompt, replace(PARAMS, temperature=0.0), 400)

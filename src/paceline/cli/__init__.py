@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli import data as data_commands
+from paceline.cli.bench import bench
 from paceline.cli.common import (
     DrafterOption,
     DtypeOption,
@@ -210,6 +211,7 @@ def export(
     typer.echo(f"wrote {export_plain(source, out, head)}")
 
 
+app.command()(bench)
 app.command()(recipes)
 app.command()(train)
 

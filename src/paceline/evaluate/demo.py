@@ -10,18 +10,18 @@ import sys
 import time
 from typing import Any
 
-from paceline.core import Completion, SamplingParams
+from paceline.core import Row, SamplingParams
 from paceline.data.prompts import DEMO_PROMPTS
-from paceline.decode.loop import run
 from paceline.evaluate.metrics import acceptance
+from paceline.evaluate.traces import Trace, traced
 from paceline.evaluate.verify import ExactArithmetic, judge
-from paceline.pipeline import Pipeline, outputs_of
+from paceline.pipeline import Pipeline
 
 
 def stream_reply(pipeline: Pipeline, messages: Any, params: SamplingParams) -> dict[str, Any]:
     """Print one reply as it comes; returns its text and figures."""
     began = time.perf_counter()
-    reply = timed_reply(pipeline, messages, params, show=True)[0]
+    reply = shown_reply(pipeline, messages, params).reply
     seconds = time.perf_counter() - began
     counts = acceptance([reply])
     return {
@@ -34,22 +34,18 @@ def stream_reply(pipeline: Pipeline, messages: Any, params: SamplingParams) -> d
     }
 
 
-def timed_reply(
-    pipeline: Pipeline, messages: Any, params: SamplingParams, *, show: bool = False
-) -> tuple[Completion, float]:
-    """One reply and its decode seconds (after the prefill round)."""
-    rows = pipeline.rows([messages], params)
-    began = 0.0
-    for row, _ in run(pipeline.session(1), rows):
-        began = began or time.perf_counter()
-        if show and row.text is not None:
+def shown_reply(pipeline: Pipeline, messages: Any, params: SamplingParams) -> Trace:
+    """One reply, printed as it comes."""
+
+    def show(row: Row) -> None:
+        if row.text is not None:
             live = row.finish_reason is None
             sys.stdout.write(row.text.take() if live else row.text.finish())
             sys.stdout.flush()
-    seconds = time.perf_counter() - began
-    if show:
-        sys.stdout.write("\n")
-    return outputs_of(rows)[0].outputs[0], seconds
+
+    found = traced(pipeline, [messages], params, each=show)[0]
+    sys.stdout.write("\n")
+    return found
 
 
 def run_demo(target: str, drafter: str, dtype: str, max_new_tokens: int) -> dict[str, Any]:
@@ -64,8 +60,8 @@ def run_demo(target: str, drafter: str, dtype: str, max_new_tokens: int) -> dict
     console.print(f"Loading {target} ({dtype}, {torch.get_num_threads()} threads) ...")
     pipeline = paceline.load(target, drafter, dtype=dtype)
     params = SamplingParams(max_tokens=max_new_tokens)
-    timed_reply(pipeline, DEMO_PROMPTS[0][1], SamplingParams(max_tokens=16))  # warm up kernels
-    timed_reply(pipeline.plain(), DEMO_PROMPTS[0][1], SamplingParams(max_tokens=4))
+    traced(pipeline, [DEMO_PROMPTS[0][1]], SamplingParams(max_tokens=16))  # warm up kernels
+    traced(pipeline.plain(), [DEMO_PROMPTS[0][1]], SamplingParams(max_tokens=4))
     rows = [_compare(pipeline, kind, prompt, params) for kind, prompt in DEMO_PROMPTS]
     table = Table("prompt", "plain tok/s", "tok/s", "speed-up", "acceptance length", "identical")
     for row in rows:
@@ -92,23 +88,20 @@ def run_demo(target: str, drafter: str, dtype: str, max_new_tokens: int) -> dict
     }
 
 
-def decoded(reply: Completion) -> int:
-    """Tokens committed after the prefill round, which the clock leaves out."""
-    return sum(r.committed for r in reply.rounds[1:])
-
-
 def _compare(pipeline: Pipeline, kind: str, prompt: str, params: SamplingParams) -> dict[str, Any]:
     print(f"\n[{kind}] {prompt}\n")
-    reply, seconds = timed_reply(pipeline, prompt, params, show=True)
-    plain, plain_seconds = timed_reply(pipeline.plain(), prompt, params)
+    trace, base = (
+        shown_reply(pipeline, prompt, params),
+        traced(pipeline.plain(), [prompt], params)[0],
+    )
+    reply, plain = trace.reply, base.reply
     identical = "yes"
     if reply.token_ids != plain.token_ids:
-        start = pipeline.encode(prompt)
-        verdict = judge(
-            pipeline, ExactArithmetic(pipeline.target), 0, start, plain.token_ids, reply.token_ids
-        )
+        exact, start = ExactArithmetic(pipeline.target), trace.prompt_ids
+        verdict = judge(pipeline, exact, 0, start, plain.token_ids, reply.token_ids, params)
         identical = "no" if verdict.verdict == "bug" else f"near-tie ({verdict.margin:.2g})"
-    tokens, plain_tokens = decoded(reply), decoded(plain)
+    seconds, plain_seconds = trace.seconds.total, base.seconds.total
+    tokens, plain_tokens = trace.decoded, base.decoded
     speed, plain_speed = tokens / max(seconds, 1e-9), plain_tokens / max(plain_seconds, 1e-9)
     return {
         "kind": kind,

@@ -5,6 +5,7 @@ Knows nothing about how drafts are made.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.core import Completion, SamplingParams
+from paceline.core import Completion, Noise, SamplingParams
 from paceline.evaluate.metrics import acceptance
 from paceline.pipeline import Pipeline
 
@@ -52,8 +53,9 @@ class Difference:
     """The first divergence of one reply.
 
     ``margin`` says how far the less probable of the two tokens lies below the best one there, with
-    the target's weights in fp32 arithmetic; ``rounding`` how far the target's own dtype moved the
-    most probable tokens' logits. None where one reply had already ended.
+    the target's weights in fp32 arithmetic (sampled: how far logits must move apart before the
+    same random number draws both, ``sampling_margin``); ``rounding`` how far the target's own
+    dtype moved the most probable tokens' logits. None where one reply had already ended.
     """
 
     prompt: int
@@ -93,7 +95,9 @@ def verify(
         for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
             ids, other = a.outputs[0].token_ids, b.outputs[0].token_ids
             if ids != other:
-                differences.append(judge(pipeline, exact, at + i, a.prompt_token_ids, ids, other))
+                start = a.prompt_token_ids
+                found = judge(pipeline, exact, at + i, start, ids, other, params)
+                differences.append(found)
         progress(min(len(prompts), at + batch_size))
     verdicts = [difference.verdict for difference in differences]
     return {
@@ -178,8 +182,13 @@ def judge(
     start: list[int],
     wanted: list[int],
     got: list[int],
+    params: SamplingParams,
 ) -> Difference:
-    """Find the first divergence and look at the target's margin there."""
+    """Find the first divergence and look at the target's margin there.
+
+    Of ``params`` the temperature and the seed count; other changes of the distribution are not
+    looked at, so a near-tie that only they make is called a bug.
+    """
     pairs = list(zip(wanted, got, strict=False))
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     plain = wanted[at] if at < len(wanted) else -1
@@ -190,7 +199,11 @@ def judge(
         logits = exact.next_logits(ids)
         likely = logits.topk(min(LIKELY, len(logits))).indices
         own = pipeline.target.next_logits(ids).float()
-        margin = float(logits.max() - torch.minimum(logits[plain], logits[other]))
+        if params.temperature > 0:
+            number = Noise(params.seed).uniform("target", len(ids))
+            margin = sampling_margin(logits, (plain, other), number, params.temperature)
+        else:
+            margin = float(logits.max() - torch.minimum(logits[plain], logits[other]))
         rounding = float((own - logits)[likely].abs().max())
         # Each of the two runs may have moved each token's logit by that much.
         verdict = "near-tie" if margin <= max(2 * rounding, FP32_TIE) else "bug"
@@ -202,4 +215,29 @@ def judge(
         margin=margin,
         rounding=rounding,
         verdict=verdict,
+    )
+
+
+def sampling_margin(
+    logits: torch.Tensor, tokens: Sequence[int], u: float, temperature: float
+) -> float:
+    """How far logits [V] must move before the number ``u`` draws each of ``tokens``.
+
+    0 where all of them are drawn as it is; only one can be. A draw is the first token whose
+    cumulative probability exceeds u. Moving every logit by at most x changes the odds of "this
+    token or an earlier one" by at most exp(2 x / temperature); the margin is that 2 x, so that it
+    compares with the distance of two logits.
+    """
+    probs = (logits.double() / temperature).softmax(-1)
+    below, above = probs.cumsum(-1), probs.flip(-1).cumsum(-1).flip(-1)
+
+    def log_odds(count: int) -> float:
+        """Of the first ``count`` tokens against the rest."""
+        low = float(below[count - 1]) if count > 0 else 0.0
+        high = float(above[count]) if count < len(probs) else 0.0
+        return math.log(max(low, 1e-300)) - math.log(max(high, 1e-300))
+
+    level = math.log(max(u, 1e-300)) - math.log1p(-u)
+    return temperature * max(
+        max(0.0, log_odds(token) - level, level - log_odds(token + 1)) for token in tokens
     )

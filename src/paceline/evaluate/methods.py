@@ -1,0 +1,139 @@
+"""The names of `--methods`: a drafter, what picks it, and stages, as one pipeline each.
+
+Knows nothing about tasks or measuring.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.api import DEFAULT_DRAFTERS, load_drafter, packaged_drafters
+from paceline.core import Drafter, Stage
+from paceline.data.fingerprint import fingerprint_of
+from paceline.pipeline import Pipeline
+
+StageFactory = Callable[[str | None, Pipeline], Stage]
+STAGES: dict[str, StageFactory] = {}
+"""Stages by name: ``factory(argument, pipeline so far)``."""
+
+DRAFTERS = ("plain", "ngram", "dflash", "model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """``drafter[:choice][+stage[:argument]]...``, as the user wrote it."""
+
+    text: str
+    drafter: str
+    choice: str | None
+    stages: tuple[tuple[str, str | None], ...]
+
+    @property
+    def name(self) -> str:
+        """What tables call it: of an absolute path only the last two folders."""
+        choice = self.choice
+        if choice is not None and Path(choice).is_absolute():
+            choice = "/".join(Path(choice).parts[-2:])
+        parts = [(self.drafter, choice), *self.stages]
+        return "+".join(name if of is None else f"{name}:{of}" for name, of in parts)
+
+    def source(self, target: Any) -> str:
+        """What ``api.load_drafter`` calls this drafter."""
+        if self.drafter == "plain":
+            return "none"
+        if self.drafter == "model":
+            return f"model:{self.choice}"
+        if self.drafter == "dflash" and self.choice is None:
+            if target.name not in DEFAULT_DRAFTERS:
+                raise ValueError(
+                    f"no drafter is packaged for target {target.name!r}; use dflash:FOLDER"
+                )
+            return DEFAULT_DRAFTERS[target.name]
+        if self.choice is not None and self.choice not in packaged_drafters():
+            return str(
+                Path(self.choice).absolute()
+            )  # a folder called ngram is not the ngram drafter
+        return self.choice or self.drafter
+
+    def weights(self, target: Any) -> str | None:
+        """Short hash of the drafter's files; None without any."""
+        source = self.source(target).removeprefix("model:")
+        if self.drafter in ("plain", "ngram"):
+            return None
+        return fingerprint_of(str(packaged_drafters().get(source, source)), None).weights
+
+    def describe(self, target: Any) -> dict[str, Any]:
+        """The method as it stands in the bench's JSON."""
+        return {
+            "name": self.name,
+            "drafter": self.drafter,
+            "stages": [name for name, _ in self.stages],
+            "weights": self.weights(target),
+        }
+
+    def pipeline(self, target: Any) -> Pipeline:
+        """Load the drafter and the stages. Accept rule ``match``: seeded replies equal plain's."""
+        drafter: Drafter | None = load_drafter(self.source(target), target)
+        made = Pipeline(target=target, drafter=drafter)
+        for name, argument in self.stages:
+            stage = STAGES[name](argument, made)
+            made = Pipeline(target=target, drafter=drafter, stages=(*made.stages, stage))
+        return made
+
+
+def parse_methods(texts: Sequence[str]) -> list[Method]:
+    """Methods in the order given, ``plain`` always first: it is the baseline.
+
+    Raises:
+        ValueError: an unknown drafter or stage (with the nearest name), a drafter without or with a
+            choice it cannot have, a method named twice.
+    """
+    methods = [parse_method("plain"), *(parse_method(text) for text in texts if text != "plain")]
+    names = [method.name for method in methods]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"two methods would be called {', '.join(twice)}; name each once, or rename a folder"
+        )
+    return methods
+
+
+def parse_method(text: str) -> Method:
+    """One method; ValueError says what is wrong with it."""
+    first, *rest = text.split("+")
+    drafter, choice = _pair(text, first)
+    if drafter not in DRAFTERS:
+        raise ValueError(f"no method {drafter!r}; {_nearest(drafter, DRAFTERS)}")
+    stages = tuple(_pair(text, part) for part in rest)
+    for name, _ in stages:
+        if name not in STAGES:
+            raise ValueError(f"no stage {name!r} in {text!r}; {_nearest(name, STAGES)}")
+    if choice is None and drafter == "model":
+        raise ValueError("model needs the smaller model: model:NAME")
+    if choice is not None and drafter in ("plain", "ngram"):
+        raise ValueError(f"{drafter} takes nothing after ':'; got {text!r}")
+    if drafter == "plain" and stages:
+        raise ValueError(f"plain decoding has no stages; got {text!r}")
+    if drafter == "dflash" and choice is not None:
+        if choice not in packaged_drafters() and not (Path(choice) / "config.json").is_file():
+            known = ", ".join(packaged_drafters()) or "none"
+            raise ValueError(
+                f"{text!r}: neither a folder with config.json nor a packaged drafter ({known})"
+            )
+    return Method(text=text, drafter=drafter, choice=choice, stages=stages)
+
+
+def _pair(text: str, part: str) -> tuple[str, str | None]:
+    name, colon, argument = part.partition(":")
+    if not name or (colon and not argument):
+        raise ValueError(f"method {text!r}: write drafter[:choice][+stage[:argument]]")
+    return name, argument if colon else None
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none yet'}"

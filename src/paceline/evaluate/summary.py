@@ -1,0 +1,205 @@
+"""The main finding of a report in words and in four numbers, computed from its runs.
+
+Knows nothing about files, charts or HTML.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.evaluate.results import Run
+from paceline.evaluate.svg import Series
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a table holds constant. ``machine`` is empty unless the files differ in it."""
+
+    batch_size: int
+    temperature: float
+    machine: str
+
+    @property
+    def label(self) -> str:
+        """In words."""
+        sampling = f"temperature {self.temperature:g}" if self.temperature else "greedy"
+        parts = [f"batch {self.batch_size}", sampling, self.machine]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Greedy and small batches first; machines stay in the order of the files."""
+        return self.temperature, self.batch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A run, where it belongs and what its method is called on the page."""
+
+    run: Run
+    setting: Setting
+    series: Series
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """A headline number, what it is, and whether it is bad news."""
+
+    value: str
+    caption: str
+    alarm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The fastest method of one setting over the tasks that most methods share."""
+
+    setting: Setting
+    entries: Sequence[Entry]  # its totals, one a task
+    speedup: float  # geometric mean over those tasks
+
+    @property
+    def label(self) -> str:
+        """The method."""
+        return self.entries[0].series.label
+
+    @property
+    def acceptance(self) -> float:
+        """Committed tokens per verify round, pooled over the tasks."""
+        rounds = sum(entry.run.verify_rounds for entry in self.entries)
+        return sum(entry.run.committed_tokens for entry in self.entries) / rounds
+
+
+def findings(totals: Sequence[Entry]) -> list[Finding]:
+    """The fastest method of every setting, settings in their order.
+
+    Only methods measured on as many tasks as any other one compete: a mean over the easy tasks
+    alone would win for nothing. Settings without a measured speed-up are left out.
+    """
+    found = []
+    for setting in dict.fromkeys(entry.setting for entry in totals):
+        methods: dict[Series, list[Entry]] = {}
+        for entry in totals:
+            if entry.setting == setting and entry.series.index and entry.run.speedup_vs_plain:
+                methods.setdefault(entry.series, []).append(entry)
+        most = max(map(len, methods.values()), default=0)
+        means = [
+            Finding(
+                setting=setting,
+                entries=entries,
+                speedup=statistics.geometric_mean(e.run.speedup_vs_plain or 0 for e in entries),
+            )
+            for entries in methods.values()
+            if len(entries) == most
+        ]
+        if means:
+            found.append(max(means, key=lambda finding: finding.speedup))
+    return found
+
+
+def summarise(totals: Sequence[Entry], target: str) -> list[str]:
+    """Sentences: the fastest method, what it does elsewhere, whether outputs changed, loops."""
+    found = findings(totals)
+    if not found:
+        return [_only_plain(totals, target)]
+    first = found[0]
+    rivals = {e.series for e in totals if e.series.index and e.setting == first.setting}
+    among = f", the fastest of {len(rivals)} methods," if len(rivals) > 1 else ""
+    tasks = sorted(first.entries, key=lambda entry: -(entry.run.speedup_vs_plain or 0))
+    each = ", ".join(f"{e.run.speedup_vs_plain:.2f}× on {e.run.task}" for e in tasks)
+    mean = f"{_verdict(first.speedup)} as the geometric mean of {len(tasks)} tasks ({each})"
+    said = [
+        f"On {target} at {first.setting.label}, {first.label}{among} "
+        f"{mean if len(tasks) > 1 else f'{_verdict(first.speedup)} on {tasks[0].run.task}'}; "
+        f"it commits {first.acceptance:.2f} tokens per verify round."
+    ]
+    if len(found) > 1:
+        others = "; ".join(f"{f.setting.label}: {f.label} {f.speedup:.2f}×" for f in found[1:])
+        said.append(f"The best in the other settings: {others}.")
+    return [*said, _identity(totals), *_loops(first)]
+
+
+def tiles(totals: Sequence[Entry]) -> list[Tile]:
+    """The headline numbers of the first setting; none where only plain decoding was measured."""
+    found = findings(totals)
+    if not found:
+        return []
+    first = found[0]
+    same, near, bugs = _verdicts(totals)
+    replies = same + near + bugs
+    loops = _loop_counts(first)
+    return [
+        Tile(value=f"{first.speedup:.2f}×", caption=f"plain speed: {first.label}"),
+        Tile(value=f"{first.acceptance:.2f}", caption="tokens per verify round"),
+        Tile(
+            value=f"{bugs}" if bugs else f"{same / replies:.0%}",
+            caption=f"of {replies} replies differ: bugs" if bugs else "replies identical to plain",
+            alarm=bugs > 0,
+        ),
+        Tile(value=f"{loops:.0%}", caption="replies that end in a loop"),
+    ]
+
+
+def _verdict(speedup: float) -> str:
+    if speedup >= 1.005:
+        return f"is {speedup:.2f}× as fast as plain decoding"
+    if speedup > 0.995:
+        return "is as fast as plain decoding"
+    return f"is slower than plain decoding, at {speedup:.2f}× its speed,"
+
+
+def _only_plain(totals: Sequence[Entry], target: str) -> str:
+    speeds = ", ".join(
+        f"{e.run.tokens_per_second:.1f} tokens/s on {e.run.task} ({e.setting.label})"
+        for e in totals
+        if e.run.tokens_per_second
+    )
+    return (
+        f"No speed-up was measured on {target}, so there is nothing to compare. "
+        f"Plain decoding: {speeds or 'no decoded token'}."
+    )
+
+
+def _verdicts(totals: Sequence[Entry]) -> tuple[int, int, int]:
+    """Replies of all methods but plain: identical, near ties, bugs."""
+    runs = [entry.run for entry in totals if entry.series.index]
+    return (
+        sum(run.identical_to_plain for run in runs),
+        sum(run.near_ties for run in runs),
+        sum(run.bugs for run in runs),
+    )
+
+
+def _identity(totals: Sequence[Entry]) -> str:
+    same, near, bugs = _verdicts(totals)
+    replies = f"the {same + near + bugs} replies with drafts, over all methods and settings,"
+    if bugs:
+        return (
+            f"Of {replies} {bugs} differ from plain decoding by more than rounding explains: "
+            "those are bugs, and the speed-ups must not be trusted before they are found."
+        )
+    if near:
+        return (
+            f"Of {replies} {same} are token for token those of plain decoding; the other {near} "
+            "part from it at a near tie, where rounding alone decides, and none is a bug."
+        )
+    return f"All of {replies} are token for token those of plain decoding."
+
+
+def _loop_counts(finding: Finding) -> float:
+    """Share of looping replies over the finding's tasks."""
+    requests = sum(entry.run.requests for entry in finding.entries)
+    looping = sum((e.run.looping_share or 0) * e.run.requests for e in finding.entries)
+    return looping / requests if requests else 0.0
+
+
+def _loops(finding: Finding) -> list[str]:
+    share = _loop_counts(finding)
+    if not share:
+        return []
+    without = [entry.run.without_loops["speedup_vs_plain"] for entry in finding.entries]
+    known = [value for value in without if value]
+    speed = f", and without them it is {statistics.geometric_mean(known):.2f}×" if known else ""
+    return [f"{share:.0%} of {finding.label}'s replies there end in a loop{speed}."]
