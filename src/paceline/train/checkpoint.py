@@ -12,6 +12,7 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ _FREE = {
     "eval_rows",
     "checkpoint_seconds",
 }
+_PACKAGES = ("paceline", "torch", "transformers", "numpy")
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -65,11 +67,6 @@ class Origin:
 
 def origin(config: TrainConfig, target: Any, corpora: Sequence[Sequence[Row]]) -> Origin:
     """Describe a run with its corpus files' rows."""
-    import numpy
-    import transformers
-
-    import paceline
-
     settings: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     names = [Path(path).name for path in settings.pop("data")]
     settings.pop("run_dir")
@@ -82,13 +79,8 @@ def origin(config: TrainConfig, target: Any, corpora: Sequence[Sequence[Row]]) -
             for name, rows in zip(names, corpora, strict=True)
         ],
         target=target_fingerprint(target),
-        versions={
-            "paceline": paceline.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "numpy": numpy.__version__,
-            "python": platform.python_version(),
-        },
+        versions={name: version(name) for name in _PACKAGES}
+        | {"python": platform.python_version()},
         commit=_commit(),
     )
 
