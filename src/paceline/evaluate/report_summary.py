@@ -109,15 +109,14 @@ def summarise(totals: Sequence[Entry], target: str) -> list[str]:
     among = f", the fastest of {len(rivals)} methods," if len(rivals) > 1 else ""
     tasks = sorted(first.entries, key=lambda entry: -(entry.run.speedup_vs_plain or 0))
     each = ", ".join(f"{e.run.speedup_vs_plain:.2f}× on {e.run.task}" for e in tasks)
-    mean = f"{_verdict(first.speedup)} as the geometric mean of {len(tasks)} tasks ({each})"
+    mean = f"the geometric mean of {len(tasks)} tasks: {each}" if len(tasks) > 1 else each
     said = [
-        f"On {target} at {first.setting.label}, {first.label}{among} "
-        f"{mean if len(tasks) > 1 else f'{_verdict(first.speedup)} on {tasks[0].run.task}'}; "
-        f"it commits {first.acceptance:.2f} tokens per verify round."
+        f"On {target} at {first.setting.label}, {first.label}{among} {_verdict(first.speedup)} "
+        f"({mean}), with {first.acceptance:.2f} tokens committed per verify round."
     ]
     if len(found) > 1:
-        others = "; ".join(f"{f.setting.label}: {f.label} {f.speedup:.2f}×" for f in found[1:])
-        said.append(f"The best in the other settings: {others}.")
+        others = "; ".join(f"{f.label} {f.speedup:.2f}× at {f.setting.label}" for f in found[1:])
+        said.append(f"Fastest in the other settings: {others}.")
     return [*said, _identity(totals), *_loops(first)]
 
 
@@ -131,23 +130,25 @@ def tiles(totals: Sequence[Entry]) -> list[Tile]:
     replies = same + near + bugs
     loops = _loop_counts(first)
     return [
-        Tile(value=f"{first.speedup:.2f}×", caption=f"plain speed: {first.label}"),
+        Tile(value=f"{first.speedup:.2f}×", caption=f"plain decoding's speed: {first.label}"),
         Tile(value=f"{first.acceptance:.2f}", caption="tokens per verify round"),
         Tile(
             value=f"{bugs}" if bugs else f"{same / replies:.0%}",
-            caption=f"of {replies} replies differ: bugs" if bugs else "replies identical to plain",
+            caption=f"of {replies} replies differ from plain: bugs"
+            if bugs
+            else f"of {replies} replies identical to plain{', the others near ties' * (near > 0)}",
             alarm=bugs > 0,
         ),
-        Tile(value=f"{loops:.0%}", caption="replies that end in a loop"),
+        Tile(value=f"{loops:.0%}", caption=f"of {first.label}'s replies end in a loop"),
     ]
 
 
 def _verdict(speedup: float) -> str:
     if speedup >= 1.005:
-        return f"is {speedup:.2f}× as fast as plain decoding"
+        return f"decodes {speedup:.2f}× as fast as plain decoding"
     if speedup > 0.995:
-        return "is as fast as plain decoding"
-    return f"is slower than plain decoding, at {speedup:.2f}× its speed,"
+        return "decodes only as fast as plain decoding"
+    return f"is slower than plain decoding, at {speedup:.2f}× its speed"
 
 
 def _only_plain(totals: Sequence[Entry], target: str) -> str:
@@ -201,5 +202,8 @@ def _loops(finding: Finding) -> list[str]:
         return []
     without = [entry.run.without_loops["speedup_vs_plain"] for entry in finding.entries]
     known = [value for value in without if value]
-    speed = f", and without them it is {statistics.geometric_mean(known):.2f}×" if known else ""
-    return [f"{share:.0%} of {finding.label}'s replies there end in a loop{speed}."]
+    speed = f"; without them it is {statistics.geometric_mean(known):.2f}×" if known else ""
+    return [
+        f"At {finding.setting.label}, {share:.0%} of {finding.label}'s replies end in a loop, which "
+        f"flatters a drafter{speed}."
+    ]

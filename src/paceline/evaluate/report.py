@@ -1,0 +1,372 @@
+"""One self-contained HTML page from bench files: what was measured, and what each figure means.
+
+Knows nothing about how figures are measured or drawn: `results` reads the files, `svg` draws, the
+template beside this file holds the words. The same files give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.evaluate import svg
+from paceline.evaluate.results import PHASES, SHARES, Bench, Run, read_bench
+from paceline.evaluate.report_summary import Entry, Setting, summarise, tiles
+
+BASELINE = "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A small table of text: the same numbers as a chart, for who cannot see it."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One chart with its heading and its numbers."""
+
+    heading: str
+    chart: str
+    table: Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Everything of one setting: the entries by task, and its panels by section."""
+
+    setting: Setting
+    tasks: Mapping[str, Sequence[Entry]]
+    best: Mapping[str, str]  # task -> label of its fastest method, if it is faster than plain
+    speedup: Panel | None
+    split: Sequence[Panel]
+    histograms: Sequence[Panel]
+    slots: Sequence[Panel]
+    categories: Mapping[str, Mapping[str, Sequence[Entry | None]]]  # task, category, per method
+    methods: Sequence[svg.Series]
+
+
+def render(paths: Sequence[Path]) -> str:
+    """The page for these bench files, as HTML.
+
+    Raises:
+        ValueError: a file that is no bench file (names file and key), files about different
+            targets, a file given twice, or a missing library.
+    """
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise ValueError("the report needs jinja2: pip install 'paceline[report]'") from error
+
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError("the same bench file is given twice")
+    benches = [read_bench(path) for path in paths]
+    _same_target(paths, benches)
+    names = file_names(benches)
+    entries = enter(benches, names)
+    legend = list(dict.fromkeys(entry.series for entry in entries))
+    totals = [entry for entry in entries if entry.run.category is None]
+    largest = max([entry.run.speedup_vs_plain or 0 for entry in totals], default=0)
+    blocks = [
+        _block(i, setting, some, largest) for i, (setting, some) in enumerate(_grouped(entries))
+    ]
+    environment = Environment(
+        loader=PackageLoader("paceline.evaluate", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"svg": Markup, "number": _number, "percent": _percent, "value": _value, "speed": _speed}
+    target = str(benches[0].target["name"])
+    return environment.get_template("report.html.j2").render(
+        target=target,
+        title=f"Speculative decoding on {target}",
+        summary=summarise(totals, target),
+        tiles=tiles(totals),
+        notices=notices(benches, names),
+        legend=legend,
+        phases=PHASES,
+        blocks=blocks,
+        files=list(zip(names, benches, strict=True)),
+    )
+
+
+def _same_target(paths: Sequence[Path], benches: Sequence[Bench]) -> None:
+    for path, bench in zip(paths, benches, strict=True):
+        different = [
+            key
+            for key in benches[0].target | bench.target
+            if benches[0].target.get(key) != bench.target.get(key)
+        ]
+        if different:
+            raise ValueError(
+                f"{path}: target.{different[0]} differs from that of {paths[0]}; speed-ups of "
+                "different targets cannot be compared, write one report per target"
+            )
+
+
+def file_names(benches: Sequence[Bench]) -> list[str]:
+    """A short unique name per file: without its ending, with a number where two are alike."""
+    stems = [Path(bench.file).stem for bench in benches]
+    return [
+        stem if stems.count(stem) == 1 else f"{stem} #{i}" for i, stem in enumerate(stems, start=1)
+    ]
+
+
+def enter(benches: Sequence[Bench], names: Sequence[str]) -> list[Entry]:
+    """Every run with its setting and its method's label, settings from the easiest on.
+
+    A method that several files measured keeps one label only where it is the same drafter and no
+    two of its runs are the same; otherwise each of its labels names its file.
+    """
+    machines = [", ".join(_machine(bench)) for bench in benches]
+    several = len(set(machines)) > 1
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    weights: dict[str, set[str | None]] = {}
+    settings: list[list[Setting]] = []
+    for bench, machine in zip(benches, machines, strict=True):
+        settings.append([])
+        for run in bench.runs:
+            setting = Setting(
+                batch_size=run.batch_size,
+                temperature=run.temperature,
+                machine=machine if several else "",
+            )
+            settings[-1].append(setting)
+            found.setdefault(run.method, []).append((setting, run.task, run.category))
+            weights.setdefault(run.method, set()).add(bench.weights[run.method])
+    clashing = {m for m, keys in found.items() if len(set(keys)) < len(keys) or len(weights[m]) > 1}
+    series: dict[str, svg.Series] = {}
+    entries = []
+    for bench, name, places in zip(benches, names, settings, strict=True):
+        for run, setting in zip(bench.runs, places, strict=True):
+            label = f"{run.method} ({name})" if run.method in clashing else run.method
+            if label not in series:
+                known = sum(one.index > 0 for one in series.values())
+                index = 0 if run.method == BASELINE else known + 1
+                series[label] = svg.Series(label=label, index=index)
+            entries.append(Entry(run=run, setting=setting, series=series[label]))
+    return sorted(entries, key=lambda entry: entry.setting.order)
+
+
+def _machine(bench: Bench) -> list[str]:
+    environment = bench.environment
+    threads = environment["threads"]
+    return [
+        environment["dtype"],
+        environment["device"],
+        f"{threads} thread{'' if threads == 1 else 's'}",
+    ]
+
+
+def notices(benches: Sequence[Bench], names: Sequence[str]) -> list[str]:
+    """What a reader must know before he compares columns: where the files were not alike."""
+    found = []
+    for task in dict.fromkeys(name for bench in benches for name in bench.prompts):
+        prompts = {b.prompts[task] for b in benches if task in b.prompts}
+        if len(prompts) > 1:
+            found.append(
+                f"The files measured {task} on different prompts: compare methods of one file only."
+            )
+    for what in ("environment", "arguments"):
+        tables = [getattr(bench, what) for bench in benches]
+        for key in dict.fromkeys(key for table in tables for key in table):
+            values = [_value(table.get(key)) for table in tables]
+            if len(set(values)) > 1 and key in ("dtype", "device", "threads", "max_new_tokens"):
+                each = ", ".join(f"{n}: {v}" for n, v in zip(names, values, strict=True))
+                found.append(
+                    f"The files differ in {key} ({each}): compare speed-ups rather than "
+                    "tokens per second."
+                )
+    return found
+
+
+def _grouped(entries: Iterable[Entry]) -> list[tuple[Setting, list[Entry]]]:
+    groups: dict[Setting, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.setting, []).append(entry)
+    return list(groups.items())
+
+
+def _block(number: int, setting: Setting, entries: Sequence[Entry], largest: float) -> Block:
+    totals = [entry for entry in entries if entry.run.category is None]
+    tasks: dict[str, list[Entry]] = {}
+    for entry in totals:
+        tasks.setdefault(entry.run.task, []).append(entry)
+    methods = list(dict.fromkeys(entry.series for entry in entries))
+    found = {
+        (entry.run.task, entry.run.category, entry.series): entry
+        for entry in entries
+        if entry.run.category is not None
+    }
+    categories: dict[str, dict[str, list[Entry | None]]] = {}
+    for task, category, _ in found:
+        cells = [found.get((task, category, method)) for method in methods]
+        categories.setdefault(task, {})[str(category)] = cells
+    drafted = {
+        task: [entry for entry in some if entry.series.index and entry.run.verify_rounds]
+        for task, some in tasks.items()
+    }
+    best = {}
+    for task, some in tasks.items():
+        fastest = max(some, key=lambda entry: entry.run.speedup_vs_plain or 0)
+        if fastest.series.index and (fastest.run.speedup_vs_plain or 0) > 1:
+            best[task] = fastest.series.label
+
+    def panels(kind: Callable[..., Panel], some: Mapping[str, Sequence[Entry]]) -> list[Panel]:
+        return [
+            kind(f"{kind.__name__[1:]}-{number}-{i}", task, setting, some[task])
+            for i, task in enumerate(some)
+            if some[task]
+        ]
+
+    return Block(
+        setting=setting,
+        tasks=tasks,
+        best=best,
+        speedup=_speedup(f"speedup-{number}", setting, tasks, largest),
+        split=panels(_split, tasks),
+        histograms=panels(_histogram, drafted),
+        slots=panels(_slots, drafted),
+        categories=categories,
+        methods=methods,
+    )
+
+
+def _speedup(
+    name: str, setting: Setting, tasks: Mapping[str, Sequence[Entry]], largest: float
+) -> Panel | None:
+    """None where no method but plain was measured."""
+    methods = list(
+        dict.fromkeys(e.series for some in tasks.values() for e in some if e.series.index)
+    )
+    if not methods:
+        return None
+    values = {
+        method: [
+            next((e.run.speedup_vs_plain for e in some if e.series == method), None)
+            for some in tasks.values()
+        ]
+        for method in methods
+    }
+    rows = [[method.label, *map(_number, values[method])] for method in methods]
+    return Panel(
+        heading=setting.label,
+        chart=svg.speedups(
+            name,
+            _alt(f"Speed-up over plain decoding, {setting.label}", rows, list(tasks)),
+            list(tasks),
+            [svg.Bars(series=method, values=values[method]) for method in methods],
+            largest,
+        ),
+        table=Table(head=["Method", *tasks], rows=rows),
+    )
+
+
+def _split(name: str, task: str, setting: Setting, entries: Sequence[Entry]) -> Panel:
+    measured = [entry for entry in entries if entry.run.committed_tokens]
+    parts = [[_per_token(entry.run, phase) for phase in PHASES] for entry in measured]
+    labels = [entry.series.label for entry in measured]
+    rows = [
+        [entry.series.label, *map(_number, [*part, sum(part), _per_pass(entry.run)])]
+        for entry, part in zip(measured, parts, strict=True)
+    ]
+    head = [*PHASES, "together", "per pass of the batch"]
+    about = f"Milliseconds per committed token by phase, {task}, {setting.label}"
+    return Panel(
+        heading=task,
+        chart=svg.time_split(name, _alt(about, rows, head), labels, parts),
+        table=Table(head=["Method", *head], rows=rows),
+    )
+
+
+def _per_token(run: Run, phase: str) -> float:
+    return 1000 * run.seconds[phase] / run.committed_tokens
+
+
+def _per_pass(run: Run) -> float | None:
+    return 1000 * run.seconds["total"] / run.forward_passes if run.forward_passes else None
+
+
+def _histogram(name: str, task: str, setting: Setting, entries: Sequence[Entry]) -> Panel:
+    lengths = [sorted(int(length) for length in entry.run.histogram) for entry in entries]
+    largest = max(most[-1] for most in lengths)
+    counts = [
+        svg.Counts(
+            series=entry.series,
+            shares={n: entry.run.histogram[str(n)] / entry.run.verify_rounds for n in some},
+            mean=entry.run.committed_tokens / entry.run.verify_rounds,
+        )
+        for entry, some in zip(entries, lengths, strict=True)
+    ]
+    head = [str(n) for n in range(1, largest + 1)]
+    rows = [
+        [one.series.label, *(_percent(one.shares.get(n, 0)) for n in range(1, largest + 1))]
+        for one in counts
+    ]
+    about = f"Share of rounds by tokens committed, {task}, {setting.label}"
+    return Panel(
+        heading=task,
+        chart=svg.histograms(name, _alt(about, rows, head), counts, largest),
+        table=Table(head=["Tokens in a round", *head], rows=rows),
+    )
+
+
+def _slots(name: str, task: str, setting: Setting, entries: Sequence[Entry]) -> Panel:
+    curves, rows = [], []
+    depth = max(len(entry.run.slot_acceptance) for entry in entries)
+    for entry in entries:
+        shares = {
+            kind: [slot[kind] for slot in entry.run.slot_acceptance if slot[kind] is not None]
+            for kind in SHARES
+        }
+        curves.append(svg.Curve(series=entry.series, **shares))
+        for kind in SHARES:
+            blank = [""] * (depth - len(shares[kind]))
+            rows.append([f"{entry.series.label}, {kind}", *map(_percent, shares[kind]), *blank])
+    head = [str(position) for position in range(1, depth + 1)]
+    about = f"Share of draft tokens kept by position, {task}, {setting.label}"
+    return Panel(
+        heading=task,
+        chart=svg.slots(name, _alt(about, rows, head), curves),
+        table=Table(head=["Draft position", *head], rows=rows),
+    )
+
+
+def _alt(about: str, rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
+    """A chart in words: what it is, then every row's numbers."""
+    said = (
+        f"{row[0]}: " + ", ".join(f"{h} {v}" for h, v in zip(head, row[1:], strict=True) if v)
+        for row in rows
+    )
+    return f"{about}. " + "; ".join(said) + "."
+
+
+def _number(value: float | None) -> str:
+    """Two decimals below 100, none above; a dash where nothing was measured."""
+    if value is None:
+        return "–"
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _speed(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f}%"
+
+
+def _value(value: Any) -> str:
+    """An argument or a fact of the environment, as text."""
+    if isinstance(value, list):
+        return ", ".join(_value(entry) for entry in value) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_value(entry)}" for key, entry in value.items()) or "none"
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,213 @@
+"""Reads the files that `paceline bench` writes, and refuses what does not match their schema.
+
+Does not know how the figures were measured, nor what becomes of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+NAME, VERSION = "paceline-bench", 1
+PHASES = ("draft", "refine", "verify", "accept", "commit")
+SHARES = ("unconditional", "conditional")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maybe:
+    """A value of this kind, or null where nothing was measured."""
+
+    kind: Any
+
+
+# Kinds: str, int (a count), float (any finite number from 0 on), a dict of required keys, a list
+# with the kind of its entries, Mapping[str, kind] as {str: kind}. Other keys may stand beside them.
+_RATIO = Maybe(kind=float)
+_RUN = {
+    "method": str,
+    "task": str,
+    "category": Maybe(kind=str),
+    "batch_size": int,
+    "temperature": float,
+    "requests": int,
+    "verify_rounds": int,
+    "committed_tokens": int,
+    "acceptance_length_pooled": _RATIO,
+    "acceptance_length_request_mean": _RATIO,
+    "verified_per_committed": _RATIO,
+    "histogram": {str: int},
+    "slot_acceptance": [{"position": int, "reached": int} | dict.fromkeys(SHARES, _RATIO)],
+    "seconds": {name: float for name in (*PHASES, "total")},
+    "forward_passes": float,
+    "tokens_per_second": _RATIO,
+    "speedup_vs_plain": _RATIO,
+    "speedup_median": _RATIO,
+    "speedup_end_to_end": _RATIO,
+    "identical_to_plain": int,
+    "near_ties": int,
+    "bugs": int,
+    "looping_share": _RATIO,
+    "without_loops": {
+        "requests": int,
+        "acceptance_length_pooled": _RATIO,
+        "speedup_vs_plain": _RATIO,
+    },
+}
+_FILE = {
+    "environment": {"device": str, "threads": int, "dtype": str},
+    "target": {"name": str},
+    "arguments": {"max_new_tokens": int},
+    "methods": [{"name": str, "weights": Maybe(kind=str)}],
+    "tasks": [{"name": str, "requests": int, "fingerprint": str}],
+    "runs": [_RUN],
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One entry of ``runs``; names and units are those of docs/bench.md."""
+
+    method: str
+    task: str
+    category: str | None
+    batch_size: int
+    temperature: float
+    requests: int
+    verify_rounds: int
+    committed_tokens: int
+    acceptance_length_pooled: float | None
+    acceptance_length_request_mean: float | None
+    verified_per_committed: float | None
+    histogram: Mapping[str, int]
+    slot_acceptance: Sequence[Mapping[str, Any]]
+    seconds: Mapping[str, float]
+    forward_passes: float
+    tokens_per_second: float | None
+    speedup_vs_plain: float | None
+    speedup_median: float | None
+    speedup_end_to_end: float | None
+    identical_to_plain: int
+    near_ties: int
+    bugs: int
+    looping_share: float | None
+    without_loops: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """One bench file. ``weights`` and ``prompts`` map method and task names to short hashes."""
+
+    file: str  # its name without folders: pages are sent to other people
+    environment: Mapping[str, Any]
+    target: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+    tasks: Sequence[Mapping[str, Any]]
+    weights: Mapping[str, str | None]
+    prompts: Mapping[str, str]
+    runs: Sequence[Run]
+
+
+def read_bench(path: Path) -> Bench:
+    """Read and check one file; ValueError names the file and the key, OSError where unreadable."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise ValueError(f"{path}: not a JSON file: {error}") from None
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if not isinstance(schema, dict) or schema.get("name") != NAME:
+        raise ValueError(
+            f"{path}: schema.name is not {NAME!r}; give files that paceline bench wrote (--json)"
+        )
+    if schema.get("version") != VERSION:
+        raise ValueError(
+            f"{path}: schema.version is {schema.get('version')!r}, and this paceline reads "
+            f"{VERSION}; run the bench again, or use the paceline that wrote the file"
+        )
+    try:
+        _check(raw, _FILE, "")
+        _check_sums(raw)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    names = [field.name for field in fields(Run)]
+    return Bench(
+        file=path.name,
+        environment=raw["environment"],
+        target=raw["target"],
+        arguments=raw["arguments"],
+        tasks=raw["tasks"],
+        weights={method["name"]: method["weights"] for method in raw["methods"]},
+        prompts={task["name"]: task["fingerprint"] for task in raw["tasks"]},
+        runs=[Run(**{name: run[name] for name in names}) for run in raw["runs"]],
+    )
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _check(value: Any, kind: Any, where: str) -> None:
+    """Raise ValueError with the key's path where ``value`` is not of ``kind``."""
+    if isinstance(kind, Maybe):
+        if value is not None:
+            _check(value, kind.kind, where)
+    elif isinstance(kind, list):
+        if not isinstance(value, list):
+            raise ValueError(f"{where}: expected a list, found {_found(value)}")
+        for i, entry in enumerate(value):
+            _check(entry, kind[0], f"{where}[{i}]")
+    elif isinstance(kind, dict):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: expected an object, found {_found(value)}")
+        wanted = dict.fromkeys(value, kind[str]) if str in kind else kind
+        for key, inner in wanted.items():
+            path = f"{where}.{key}" if where else key
+            if key not in value:
+                raise ValueError(f"{path}: missing")
+            _check(value[key], inner, path)
+    elif kind is str:
+        if not isinstance(value, str):
+            raise ValueError(f"{where}: expected text, found {_found(value)}")
+    else:
+        number = isinstance(value, int if kind is int else int | float)
+        if not number or isinstance(value, bool) or value < 0 or not math.isfinite(value):
+            wanted = "a count" if kind is int else "a number from 0 on"
+            raise ValueError(f"{where}: expected {wanted}, found {_found(value)}")
+
+
+def _found(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def _check_sums(raw: dict[str, Any]) -> None:
+    """What adds up in every honest file; a file edited by hand, or mixed from two, fails here."""
+    if not raw["runs"]:
+        raise ValueError("runs: empty, nothing was measured")
+    names = {key: {entry["name"] for entry in raw[key]} for key in ("methods", "tasks")}
+    keys = set()
+    for i, run in enumerate(raw["runs"]):
+        for singular, known in (("method", names["methods"]), ("task", names["tasks"])):
+            if run[singular] not in known:
+                raise ValueError(f"runs[{i}].{singular}: {run[singular]!r} is not in {singular}s")
+        key = tuple(
+            run[name] for name in ("method", "task", "category", "batch_size", "temperature")
+        )
+        if key in keys:
+            raise ValueError(f"runs[{i}]: a second run of {', '.join(map(str, key))}")
+        keys.add(key)
+        if not all(length.isdecimal() and int(length) > 0 for length in run["histogram"]):
+            raise ValueError(f"runs[{i}].histogram: keys must be counts from 1 on")
+        if sum(run["histogram"].values()) != run["verify_rounds"]:
+            raise ValueError(f"runs[{i}].histogram: does not add up to verify_rounds")
+        verdicts = run["identical_to_plain"] + run["near_ties"] + run["bugs"]
+        if verdicts != run["requests"]:
+            raise ValueError(
+                f"runs[{i}].requests: not the sum of identical_to_plain, near_ties and bugs"
+            )
+        shares = [slot[name] for slot in run["slot_acceptance"] for name in SHARES]
+        if any(share is not None and share > 1 for share in [*shares, run["looping_share"]]):
+            raise ValueError(f"runs[{i}]: slot_acceptance or looping_share is a share above 1")
