@@ -23,6 +23,7 @@ from paceline.cli.common import (
     TokensOption,
     write_json,
 )
+from paceline.cli.report import report
 from paceline.cli.train import recipes, train
 
 app = typer.Typer(
@@ -213,6 +214,7 @@ def export(
 
 app.command()(bench)
 app.command()(recipes)
+app.command()(report)
 app.command()(train)
 
 

@@ -26,14 +26,17 @@ TokensOption = Annotated[int, typer.Option(help="At most this many new tokens pe
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
     """Write figures to a file that appears whole or not at all."""
-    if path is None:
-        return
+    if path is not None:
+        write_text(path, json.dumps(figures, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file (UTF-8) that appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
-        with os.fdopen(handle, "w") as stream:
-            json.dump(figures, stream, indent=1, allow_nan=False)
-            stream.write("\n")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
