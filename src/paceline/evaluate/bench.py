@@ -21,8 +21,8 @@ from paceline.core import SamplingParams
 from paceline.data.fingerprint import fingerprint_of
 from paceline.data.formats import Message, RowError
 from paceline.data.template import Template
+from paceline.evaluate.entries import Entry, summarise
 from paceline.evaluate.methods import parse_methods
-from paceline.evaluate.summary import Entry, summarise
 from paceline.evaluate.tasks import Question, Task, find_task, load_tasks
 from paceline.evaluate.traces import Trace, traced
 from paceline.evaluate.verify import ExactArithmetic, judge

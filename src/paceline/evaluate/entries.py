@@ -1,0 +1,202 @@
+"""A bench's replies as records, and its figures from nothing else: one run per method and setting.
+
+Knows nothing about models or files; the definitions are in docs/bench.md.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.core import Completion, Round
+from paceline.decode.loop import Seconds
+from paceline.evaluate.metrics import acceptance, loops, ratio
+from paceline.evaluate.traces import PHASES, Trace
+from paceline.evaluate.verify import Difference
+
+WITHOUT_LOOPS = (
+    "requests",
+    "verify_rounds",
+    "accepted_drafts",
+    "committed_tokens",
+    "acceptance_length_pooled",
+    "acceptance_length_request_mean",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One reply of one method with its counts and clocks; as JSON it is a side file's record."""
+
+    method: str
+    task: str
+    category: str | None
+    batch_size: int
+    temperature: float
+    chunk: int
+    row: int
+    turn: int
+    prompt_tokens: int
+    token_ids: list[int]
+    finish_reason: str
+    rounds: list[list[int]]  # drafted, accepted, committed
+    seconds: dict[str, float]  # by phase, its share of the passes after the prefill
+    prefill: float
+    passes: float
+    difference: dict[str, Any] | None  # from plain's reply; None: the same ids
+
+    @staticmethod
+    def of(trace: Trace, difference: Difference | None, **place: Any) -> Entry:
+        """The record of a trace; ``place`` is what a trace does not know."""
+        return Entry(
+            prompt_tokens=len(trace.prompt_ids),
+            token_ids=trace.reply.token_ids,
+            finish_reason=trace.reply.finish_reason,
+            rounds=[[r.drafted, r.accepted, r.committed] for r in trace.reply.rounds],
+            seconds=asdict(trace.seconds),
+            prefill=trace.prefill,
+            passes=trace.passes,
+            difference=None if difference is None else asdict(difference),
+            **place,
+        )
+
+    @property
+    def verdict(self) -> str:
+        """``identical``, ``near-tie`` or ``bug``."""
+        return "identical" if self.difference is None else str(self.difference["verdict"])
+
+    @property
+    def looping(self) -> bool:
+        """Whether the reply ends in a loop."""
+        return loops(self.token_ids)
+
+    @property
+    def reply(self) -> Completion:
+        """What the metrics count."""
+        rounds = [Round(drafted=d, accepted=a, committed=c) for d, a, c in self.rounds]
+        return Completion(
+            index=0,
+            text="",
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=None,
+            logprobs=None,
+            rounds=rounds,
+        )
+
+    @property
+    def decoded(self) -> int:
+        """Tokens committed after the prefill round."""
+        return sum(committed for _, _, committed in self.rounds[1:])
+
+    @property
+    def total(self) -> float:
+        """Seconds after the prefill round."""
+        return Seconds(**self.seconds).total
+
+    def shown(self) -> dict[str, Any]:
+        """The reply as it stands in the bench's JSON."""
+        names = ("method", "task", "category", "batch_size", "temperature", "row", "turn")
+        counts = acceptance([self.reply])
+        sums = ("verify_rounds", "drafted_tokens", "accepted_drafts", "committed_tokens")
+        kept = ("position", "plain_token", "speculative_token", "margin", "rounding")
+        found = self.difference
+        return {
+            **{name: getattr(self, name) for name in names},
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": len(self.token_ids),
+            "finish_reason": self.finish_reason,
+            **{name: getattr(counts, name) for name in sums},
+            "seconds": self.total,
+            "looping": self.looping,
+            "verdict": self.verdict,
+            "difference": None if found is None else {name: found[name] for name in kept},
+        }
+
+
+Pair = tuple[Entry, Entry]  # a method's reply and plain's to the same prompt
+
+
+def summarise(entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    """The ``runs`` of docs/bench.md, in the order of the entries; totals before categories.
+
+    Every method's reply needs plain's to the same request in the same setting among the entries.
+    """
+    every = list(entries)
+
+    def request(e: Entry) -> tuple[Any, ...]:
+        return (e.task, e.batch_size, e.temperature, e.row, e.turn)
+
+    plain = {request(e): e for e in every if e.method == "plain"}
+    groups: dict[tuple[Any, ...], list[Pair]] = {}
+    for e in every:
+        setting = (e.method, e.task, e.batch_size, e.temperature)
+        groups.setdefault(setting, []).append((e, plain[request(e)]))
+    runs = []
+    for (method, task, batch_size, temperature), pairs in groups.items():
+        categories = dict.fromkeys(e.category for e, _ in pairs if e.category is not None)
+        for category in [None, *categories]:
+            some = [pair for pair in pairs if category in (None, pair[0].category)]
+            run = {"method": method, "task": task, "category": category}
+            run |= {"batch_size": batch_size, "temperature": temperature}
+            runs.append(run | figures(some))
+    return runs
+
+
+def figures(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Sums and ratios of some requests of one method; a ratio without anything to count is None."""
+    mine, plain = [e for e, _ in pairs], [p for _, p in pairs]
+    seconds = {phase: math.fsum(e.seconds[phase] for e in mine) for phase in PHASES}
+    seconds["total"] = math.fsum(seconds.values())
+    chunks: dict[int, list[Pair]] = {}
+    for pair in pairs:
+        chunks.setdefault(pair[0].chunk, []).append(pair)
+    ratios = [found for some in chunks.values() if (found := speedup(some)) is not None]
+    verdicts = [e.verdict for e in mine]
+    kept = [(e, p) for e, p in pairs if not e.looping and not p.looping]
+    counts = acceptance(e.reply for e, _ in kept)
+    return {
+        **acceptance(e.reply for e in mine).figures(),
+        "output_tokens": sum(len(e.token_ids) for e in mine),
+        "seconds": seconds,
+        "prefill_seconds": math.fsum(e.prefill for e in mine),
+        "forward_passes": math.fsum(e.passes for e in mine),
+        "tokens_per_second": speed(mine),
+        "speedup_vs_plain": speedup(pairs),
+        "speedup_median": statistics.median(ratios) if ratios else None,
+        "speedup_end_to_end": quotient(end_to_end(mine), end_to_end(plain)),
+        "chunks": len(ratios),
+        "identical_to_plain": verdicts.count("identical"),
+        "near_ties": verdicts.count("near-tie"),
+        "bugs": verdicts.count("bug"),
+        "looping_share": ratio(sum(e.looping for e in mine), len(mine)),
+        "without_loops": {
+            **{name: getattr(counts, name) for name in WITHOUT_LOOPS},
+            "tokens_per_second": speed([e for e, _ in kept]),
+            "speedup_vs_plain": speedup(kept),
+        },
+    }
+
+
+def quotient(a: float | None, b: float | None) -> float | None:
+    """a / b; None where there is nothing to divide or to divide by."""
+    return a / b if a and b else None
+
+
+def speed(entries: Sequence[Entry]) -> float | None:
+    """Tokens per second after the prefill."""
+    return quotient(sum(e.decoded for e in entries), math.fsum(e.total for e in entries))
+
+
+def end_to_end(entries: Sequence[Entry]) -> float | None:
+    """Tokens per second with the prefill."""
+    seconds = math.fsum(e.prefill + e.total for e in entries)
+    return quotient(sum(len(e.token_ids) for e in entries), seconds)
+
+
+def speedup(pairs: Sequence[Pair]) -> float | None:
+    """Speed over plain's for the same requests."""
+    return quotient(speed([e for e, _ in pairs]), speed([p for _, p in pairs]))
