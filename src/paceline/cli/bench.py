@@ -108,31 +108,30 @@ def show(found: dict[str, Any]) -> None:
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=140)
-    here = found["environment"]
-    head = f"{found['target']['name']}, {here['dtype']}, {here['threads']} threads, "
-    console.print(
-        f"{head}at most {found['arguments']['max_new_tokens']} new tokens", highlight=False
+        console = Console(width=140)  # a file is not as narrow as a terminal may be
+    here, tokens = found["environment"], found["arguments"]["max_new_tokens"]
+    head = (
+        f"{found['target']['name']}, {here['device']}, {here['dtype']}, {here['threads']} threads"
     )
-    console.print(_table([run for run in found["runs"] if run["category"] is None], "task"))
-    split = [run for run in found["runs"] if run["category"] is not None]
+    console.print(f"{head}, at most {tokens} new tokens", highlight=False)
+    runs = sorted(found["runs"], key=lambda run: (run["temperature"], run["batch_size"]))
+    console.print(_totals([run for run in runs if run["category"] is None]))
+    split = [run for run in runs if run["category"] is not None and run["method"] != "plain"]
     if split:
-        console.print(_table(split, "category"))
+        console.print(_categories(split))
 
 
-def _table(runs: list[dict[str, Any]], place: str) -> Any:
+def _totals(runs: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    table = Table()
-    for name in ("task", "category")[: 1 if place == "task" else 2]:
-        table.add_column(name)
-    for name in ("method", "batch", "T", "requests", "acceptance length", "tok/s", "speed-up"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for name in ("median", "identical", "near-ties", "bugs", "loops", "speed-up without"):
+    table = Table("task", "method")
+    for name in ("batch", "T", "requests", "acceptance length", "tok/s", "speed-up", "median"):
         table.add_column(name, justify="right")
-    for run in sorted(runs, key=lambda run: (run["temperature"], run["batch_size"])):
+    for name in ("identical", "near-ties", "bugs", "loops", "speed-up without"):
+        table.add_column(name, justify="right")
+    for run in runs:
         table.add_row(
-            *((run["task"],) if place == "task" else (run["task"], run["category"])),
+            run["task"],
             run["method"],
             str(run["batch_size"]),
             f"{run['temperature']:g}",
@@ -147,6 +146,25 @@ def _table(runs: list[dict[str, Any]], place: str) -> Any:
             f"{run['looping_share']:.0%}",
             _shown(run["without_loops"]["speedup_vs_plain"], ".2f", "x"),
         )
+    return table
+
+
+def _categories(runs: list[dict[str, Any]]) -> Any:
+    """A column a method: acceptance length and speed-up."""
+    from rich.table import Table
+
+    methods = list(dict.fromkeys(run["method"] for run in runs))
+    table = Table("task", "category", "batch", "T", "requests")
+    for method in methods:
+        table.add_column(f"{method}: length, speed-up", justify="right")
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for run in runs:
+        place = (run["task"], run["category"], str(run["batch_size"]), f"{run['temperature']:g}")
+        length, faster = run["acceptance_length_pooled"], run["speedup_vs_plain"]
+        cell = f"{length:.2f}  {_shown(faster, '.2f', 'x')}"
+        rows.setdefault((*place, str(run["requests"])), []).append(cell)
+    for place, cells in rows.items():
+        table.add_row(*place, *cells)
     return table
 
 
