@@ -12,27 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from paceline.evaluate import svg
-from paceline.evaluate.results import PHASES, SHARES, Bench, Run, read_bench
+from paceline.evaluate.report_panels import (
+    Panel,
+    histogram_panel,
+    number,
+    percent,
+    slots_panel,
+    speedup_panel,
+    split_panel,
+)
 from paceline.evaluate.report_summary import Entry, Setting, summarise, tiles
+from paceline.evaluate.results import PHASES, Bench, read_bench
 
 BASELINE = "plain"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A small table of text: the same numbers as a chart, for who cannot see it."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """One chart with its heading and its numbers."""
-
-    heading: str
-    chart: str
-    table: Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +74,13 @@ def render(paths: Sequence[Path]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"svg": Markup, "number": _number, "percent": _percent, "value": _value, "speed": _speed}
+    environment.filters |= {
+        "svg": Markup,
+        "number": number,
+        "percent": percent,
+        "value": _value,
+        "speed": _speed,
+    }
     target = str(benches[0].target["name"])
     return environment.get_template("report.html.j2").render(
         target=target,
@@ -92,23 +90,33 @@ def render(paths: Sequence[Path]) -> str:
         notices=notices(benches, names),
         legend=legend,
         phases=PHASES,
+        few=svg.FEW,
         blocks=blocks,
         files=list(zip(names, benches, strict=True)),
     )
 
 
 def _same_target(paths: Sequence[Path], benches: Sequence[Bench]) -> None:
+    first = _facts(benches[0].target)
     for path, bench in zip(paths, benches, strict=True):
-        different = [
-            key
-            for key in benches[0].target | bench.target
-            if benches[0].target.get(key) != bench.target.get(key)
-        ]
+        facts = _facts(bench.target)
+        different = [key for key in first if key in facts and first[key] != facts[key]]
         if different:
             raise ValueError(
                 f"{path}: target.{different[0]} differs from that of {paths[0]}; speed-ups of "
                 "different targets cannot be compared, write one report per target"
             )
+
+
+def _facts(target: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of a target: nested keys joined by dots, nulls (unknown) left out."""
+    facts: dict[str, Any] = {}
+    for key, value in target.items():
+        if isinstance(value, dict):
+            facts |= {f"{key}.{inner}": v for inner, v in _facts(value).items()}
+        elif value is not None:
+            facts[key] = value
+    return facts
 
 
 def file_names(benches: Sequence[Bench]) -> list[str]:
@@ -194,16 +202,16 @@ def _grouped(entries: Iterable[Entry]) -> list[tuple[Setting, list[Entry]]]:
     return list(groups.items())
 
 
-def _block(number: int, setting: Setting, entries: Sequence[Entry], largest: float) -> Block:
+def _block(place: int, setting: Setting, entries: Sequence[Entry], largest: float) -> Block:
     totals = [entry for entry in entries if entry.run.category is None]
     tasks: dict[str, list[Entry]] = {}
     for entry in totals:
         tasks.setdefault(entry.run.task, []).append(entry)
-    methods = list(dict.fromkeys(entry.series for entry in entries))
+    methods = list(dict.fromkeys(entry.series for entry in entries if entry.series.index))
     found = {
         (entry.run.task, entry.run.category, entry.series): entry
         for entry in entries
-        if entry.run.category is not None
+        if entry.run.category is not None and entry.series.index
     }
     categories: dict[str, dict[str, list[Entry | None]]] = {}
     for task, category, _ in found:
@@ -219,9 +227,11 @@ def _block(number: int, setting: Setting, entries: Sequence[Entry], largest: flo
         if fastest.series.index and (fastest.run.speedup_vs_plain or 0) > 1:
             best[task] = fastest.series.label
 
-    def panels(kind: Callable[..., Panel], some: Mapping[str, Sequence[Entry]]) -> list[Panel]:
+    def panels(
+        name: str, kind: Callable[..., Panel], some: Mapping[str, Sequence[Entry]]
+    ) -> list[Panel]:
         return [
-            kind(f"{kind.__name__[1:]}-{number}-{i}", task, setting, some[task])
+            kind(f"{name}-{place}-{i}", task, setting, some[task])
             for i, task in enumerate(some)
             if some[task]
         ]
@@ -230,137 +240,17 @@ def _block(number: int, setting: Setting, entries: Sequence[Entry], largest: flo
         setting=setting,
         tasks=tasks,
         best=best,
-        speedup=_speedup(f"speedup-{number}", setting, tasks, largest),
-        split=panels(_split, tasks),
-        histograms=panels(_histogram, drafted),
-        slots=panels(_slots, drafted),
+        speedup=speedup_panel(f"speedup-{place}", setting, tasks, largest),
+        split=panels("split", split_panel, tasks),
+        histograms=panels("histogram", histogram_panel, drafted),
+        slots=panels("slots", slots_panel, drafted),
         categories=categories,
         methods=methods,
     )
 
 
-def _speedup(
-    name: str, setting: Setting, tasks: Mapping[str, Sequence[Entry]], largest: float
-) -> Panel | None:
-    """None where no method but plain was measured."""
-    methods = list(
-        dict.fromkeys(e.series for some in tasks.values() for e in some if e.series.index)
-    )
-    if not methods:
-        return None
-    values = {
-        method: [
-            next((e.run.speedup_vs_plain for e in some if e.series == method), None)
-            for some in tasks.values()
-        ]
-        for method in methods
-    }
-    rows = [[method.label, *map(_number, values[method])] for method in methods]
-    return Panel(
-        heading=setting.label,
-        chart=svg.speedups(
-            name,
-            _alt(f"Speed-up over plain decoding, {setting.label}", rows, list(tasks)),
-            list(tasks),
-            [svg.Bars(series=method, values=values[method]) for method in methods],
-            largest,
-        ),
-        table=Table(head=["Method", *tasks], rows=rows),
-    )
-
-
-def _split(name: str, task: str, setting: Setting, entries: Sequence[Entry]) -> Panel:
-    measured = [entry for entry in entries if entry.run.committed_tokens]
-    parts = [[_per_token(entry.run, phase) for phase in PHASES] for entry in measured]
-    labels = [entry.series.label for entry in measured]
-    rows = [
-        [entry.series.label, *map(_number, [*part, sum(part), _per_pass(entry.run)])]
-        for entry, part in zip(measured, parts, strict=True)
-    ]
-    head = [*PHASES, "together", "per pass of the batch"]
-    about = f"Milliseconds per committed token by phase, {task}, {setting.label}"
-    return Panel(
-        heading=task,
-        chart=svg.time_split(name, _alt(about, rows, head), labels, parts),
-        table=Table(head=["Method", *head], rows=rows),
-    )
-
-
-def _per_token(run: Run, phase: str) -> float:
-    return 1000 * run.seconds[phase] / run.committed_tokens
-
-
-def _per_pass(run: Run) -> float | None:
-    return 1000 * run.seconds["total"] / run.forward_passes if run.forward_passes else None
-
-
-def _histogram(name: str, task: str, setting: Setting, entries: Sequence[Entry]) -> Panel:
-    lengths = [sorted(int(length) for length in entry.run.histogram) for entry in entries]
-    largest = max(most[-1] for most in lengths)
-    counts = [
-        svg.Counts(
-            series=entry.series,
-            shares={n: entry.run.histogram[str(n)] / entry.run.verify_rounds for n in some},
-            mean=entry.run.committed_tokens / entry.run.verify_rounds,
-        )
-        for entry, some in zip(entries, lengths, strict=True)
-    ]
-    head = [str(n) for n in range(1, largest + 1)]
-    rows = [
-        [one.series.label, *(_percent(one.shares.get(n, 0)) for n in range(1, largest + 1))]
-        for one in counts
-    ]
-    about = f"Share of rounds by tokens committed, {task}, {setting.label}"
-    return Panel(
-        heading=task,
-        chart=svg.histograms(name, _alt(about, rows, head), counts, largest),
-        table=Table(head=["Tokens in a round", *head], rows=rows),
-    )
-
-
-def _slots(name: str, task: str, setting: Setting, entries: Sequence[Entry]) -> Panel:
-    curves, rows = [], []
-    depth = max(len(entry.run.slot_acceptance) for entry in entries)
-    for entry in entries:
-        shares = {
-            kind: [slot[kind] for slot in entry.run.slot_acceptance if slot[kind] is not None]
-            for kind in SHARES
-        }
-        curves.append(svg.Curve(series=entry.series, **shares))
-        for kind in SHARES:
-            blank = [""] * (depth - len(shares[kind]))
-            rows.append([f"{entry.series.label}, {kind}", *map(_percent, shares[kind]), *blank])
-    head = [str(position) for position in range(1, depth + 1)]
-    about = f"Share of draft tokens kept by position, {task}, {setting.label}"
-    return Panel(
-        heading=task,
-        chart=svg.slots(name, _alt(about, rows, head), curves),
-        table=Table(head=["Draft position", *head], rows=rows),
-    )
-
-
-def _alt(about: str, rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
-    """A chart in words: what it is, then every row's numbers."""
-    said = (
-        f"{row[0]}: " + ", ".join(f"{h} {v}" for h, v in zip(head, row[1:], strict=True) if v)
-        for row in rows
-    )
-    return f"{about}. " + "; ".join(said) + "."
-
-
-def _number(value: float | None) -> str:
-    """Two decimals below 100, none above; a dash where nothing was measured."""
-    if value is None:
-        return "–"
-    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
-
-
 def _speed(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f}%"
 
 
 def _value(value: Any) -> str:

@@ -174,8 +174,8 @@ def _check(value: Any, kind: Any, where: str) -> None:
     else:
         number = isinstance(value, int if kind is int else int | float)
         if not number or isinstance(value, bool) or value < 0 or not math.isfinite(value):
-            wanted = "a count" if kind is int else "a number from 0 on"
-            raise ValueError(f"{where}: expected {wanted}, found {_found(value)}")
+            name = "a count" if kind is int else "a number from 0 on"
+            raise ValueError(f"{where}: expected {name}, found {_found(value)}")
 
 
 def _found(value: Any) -> str:

@@ -19,9 +19,10 @@ SERIES_COLOURS = 8  # --series-0 .. in the page's style sheet; 0 is the baseline
 MARKERS = "osD^vPXh"
 GLYPHS = "●■◆▲▼✚✖⬢"  # the same shapes as text, for the page's legend
 LABEL_CHARS = 30
+FEW = 30  # rounds: a share of fewer is drawn as noise
 
 # Drawn with a colour that nothing else uses, then renamed: matplotlib knows no CSS variables.
-_ROLES = {"text": "#000101", "muted": "#000102", "grid": "#000103"}
+_ROLES = {"text": "#000101", "muted": "#000102", "grid": "#000103", "card": "#000104"}
 _ROLES |= {f"series-{i}": f"#0002{i:02x}" for i in range(SERIES_COLOURS)}
 _ROLES |= {f"phase-{i}": f"#0003{i:02x}" for i in range(5)}
 
@@ -86,11 +87,15 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One method's acceptance by draft position 1, 2, ...: two shares in 0..1 per position."""
+    """One method's acceptance by draft position 1, 2, ...: two shares in 0..1 per position.
+
+    ``reached``: of how many rounds the conditional share is.
+    """
 
     series: Series
     unconditional: Sequence[float]
     conditional: Sequence[float]
+    reached: Sequence[int]
 
 
 def speedups(
@@ -145,28 +150,33 @@ def histograms(name: str, description: str, rows: Sequence[Counts], largest: int
 
 
 def slots(name: str, description: str, curves: Sequence[Curve]) -> str:
-    """Two axes under one another: unconditional and conditional acceptance by draft position."""
+    """Two axes under one another: unconditional and conditional acceptance by draft position.
+
+    Shares of fewer than ``FEW`` rounds have hollow markers.
+    """
     depth = max(len(curve.unconditional) for curve in curves)
-    with _panel(300) as (figure, colours):
-        for place, kind in enumerate(("unconditional", "conditional"), start=1):
-            axes = figure.add_subplot(2, 1, place)
+    titles = ("unconditional: this draft and all before", "conditional: given all before were kept")
+    with _panel(310) as (figure, colours):
+        for place, title in enumerate(titles):
+            axes = figure.add_subplot(2, 1, place + 1)
             for curve in curves:
-                values = curve.unconditional if place == 1 else curve.conditional
-                axes.plot(
-                    range(1, len(values) + 1),
+                values = curve.conditional if place else curve.unconditional
+                rounds = curve.reached if place else [curve.reached[0]] * len(values)
+                colour = colours[f"series-{curve.series.colour}"]
+                places = range(1, len(values) + 1)
+                axes.plot(places, values, color=colour, linewidth=1.6, clip_on=False)
+                axes.scatter(
+                    places,
                     values,
-                    color=colours[f"series-{curve.series.colour}"],
+                    s=24,
                     marker=MARKERS[curve.series.index % len(MARKERS)],
-                    markersize=4.5,
-                    linewidth=1.6,
+                    facecolors=[colours["card"] if n < FEW else colour for n in rounds],
+                    edgecolors=colour,
+                    linewidths=1.2,
+                    zorder=3,
                     clip_on=False,
                 )
-            axes.set_title(
-                "unconditional: this draft and all before it kept"
-                if place == 1
-                else "conditional: kept, given all before it were",
-                pad=5,
-            )
+            axes.set_title(title, pad=7)
             axes.set_ylim(0, 1)
             axes.set_xlim(0.7, depth + 0.3)
             axes.xaxis.set_major_locator(_locator(min(depth, 8), integer=True))
