@@ -1,14 +1,19 @@
-"""A byte tokenizer with chat templates: plain, with generation tags, and one that rewrites history.
+"""A byte tokenizer with chat templates (plain, tagged, history-rewriting) and a tiny model that babbles.
 
-Does not know any real tokenizer.
+Does not know any real tokenizer or model.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from paceline.target import Target
+from tiny import tiny_model
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -50,3 +55,36 @@ def byte_tokenizer(template: str | None = CHATML) -> Any:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = template
     return tokenizer
+
+
+def babbler(seed: int = 3) -> Any:
+    """A random Llama that says words of a few letters and ends its turns, so text can be drawn."""
+    model = tiny_model("llama", seed, vocab_size=VOCAB, max_position_embeddings=512)
+    tokenizer = byte_tokenizer()
+    likes = torch.full((VOCAB,), -12.0)
+    for text, bias in (*((letter, 0.0) for letter in "abcdefgh"), (" ", 1.0), ("<|im_end|>", -0.5)):
+        likes[tokenizer(text)["input_ids"][0]] = bias
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(2.5 if "self_attn" in name else 1.0)  # what was said long ago matters
+        # A component that all embeddings share survives the layers: the head reads it as a bias.
+        words = model.get_input_embeddings().weight.mul_(10.0)
+        words[:, 0] = 2.0
+        head = model.get_output_embeddings().weight.mul_(4.0)
+        head[:, 0] = likes / 2.0
+    return model
+
+
+def babbling_target(template: str | None = CHATML, seed: int = 3) -> Target:
+    """The model and its tokenizer behind the packed forward, fp32."""
+    return Target(babbler(seed), byte_tokenizer(template), name="babbler")
+
+
+def babbling_folder(folder: Path, template: str | None = CHATML, seed: int = 3) -> str:
+    """The same as a model folder, for commands that take a target's name."""
+    model = babbler(seed)
+    end = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    model.config.eos_token_id = model.generation_config.eos_token_id = end
+    model.save_pretrained(folder)
+    byte_tokenizer(template).save_pretrained(folder)
+    return str(folder)

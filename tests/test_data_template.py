@@ -131,7 +131,7 @@ def test_a_token_across_the_border_does_not_move_it() -> None:
     "template, reason",
     [
         # Nothing of the reply is shown, with and without tags.
-        (CHATML.replace("{{ m['content'] }}<|im_end|>\n", ""), "prompt-mismatch"),
+        (CHATML.replace("{{ m['content'] }}<|im_end|>\n", ""), "mask-all-zeros"),
         (
             "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
             "{% endfor %}",

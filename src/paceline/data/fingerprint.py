@@ -46,8 +46,8 @@ def fingerprint_of(source: str, tokenizer: Any) -> Fingerprint:
 
 
 def meta_path(path: str | Path) -> Path:
-    """Where the fingerprint of a row file stands."""
-    return Path(f"{path}.meta.json")
+    """Where the fingerprint of a row file stands; rows that were gzipped later keep theirs."""
+    return Path(f"{str(path).removesuffix('.gz')}.meta.json")
 
 
 def write_meta(path: str | Path, fingerprint: Fingerprint, facts: Mapping[str, Any]) -> None:
@@ -58,6 +58,22 @@ def write_meta(path: str | Path, fingerprint: Fingerprint, facts: Mapping[str, A
     os.replace(work, meta_path(path))
 
 
+def read_meta(path: str | Path) -> dict[str, Any] | None:
+    """The sidecar of ``path``: fingerprint and facts; None where there is none.
+
+    Raises ValueError for a sidecar that cannot be read.
+    """
+    place = meta_path(path)
+    try:
+        meta: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+        Fingerprint(**meta["fingerprint"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{place}: not a fingerprint ({error!r}); write the rows anew") from None
+    return meta
+
+
 def check_fingerprint(path: str | Path, now: Fingerprint) -> bool:
     """Whether ``path`` says what it was written for; False for a file without a sidecar.
 
@@ -66,14 +82,10 @@ def check_fingerprint(path: str | Path, now: Fingerprint) -> bool:
     Raises:
         ValueError: it was written for other weights, another tokenizer or another chat template.
     """
-    place = meta_path(path)
-    try:
-        meta = json.loads(place.read_text(encoding="utf-8"))
-        was = {part: meta["fingerprint"][part] for part in asdict(now)}
-    except FileNotFoundError:
+    meta = read_meta(path)
+    if meta is None:
         return False
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{place}: not a fingerprint ({error!r}); write the rows anew") from None
+    was = meta["fingerprint"]
     stale = [
         f"{part} (then {was[part]}, now {value})"
         for part, value in asdict(now).items()
@@ -81,8 +93,9 @@ def check_fingerprint(path: str | Path, now: Fingerprint) -> bool:
     ]
     if stale:
         raise ValueError(
-            f"{path} was written for another target: {', '.join(stale)} differ; use the target "
-            f"{meta.get('target', '?')!r} it was written for, or write the rows anew to another file"
+            f"{path} is stale: written for another target, whose {', '.join(stale)} differ; use the "
+            f"target it was written for ({meta.get('target', '?')!r} then), or write the rows anew "
+            "to another file"
         )
     return True
 

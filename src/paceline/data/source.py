@@ -5,6 +5,7 @@ Knows nothing about weights; no model is loaded.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,10 @@ def open_template(source: str, arguments: Mapping[str, Any]) -> tuple[Template, 
     Raises:
         ValueError: no tokenizer there, or no chat template.
     """
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import GenerationConfig
 
     place = _place(source)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"target {source!r}: cannot load its tokenizer ({error})") from error
+    tokenizer = _tokenizer(source)
     try:
         end: Any = GenerationConfig.from_pretrained(place).eos_token_id
     except (OSError, ValueError):
@@ -33,6 +31,16 @@ def open_template(source: str, arguments: Mapping[str, Any]) -> tuple[Template, 
     ends = frozenset(end if isinstance(end, list) else [] if end is None else [end])
     template = Template(tokenizer=tokenizer, arguments=arguments, end_ids=ends)
     return template, fingerprint_of(source, tokenizer)
+
+
+def fingerprint_now(source: str) -> Fingerprint:
+    """The fingerprint of a target as it is now; a folder without tokenizer files has none of one.
+
+    Raises ValueError if the tokenizer is there and cannot be loaded.
+    """
+    place = _place(source)
+    bare = os.path.isdir(place) and not any(Path(place).glob("tokenizer*"))
+    return fingerprint_of(source, None if bare else _tokenizer(source))
 
 
 def hidden_size(source: str) -> int:
@@ -43,6 +51,15 @@ def hidden_size(source: str) -> int:
         return int(AutoConfig.from_pretrained(_place(source)).get_text_config().hidden_size)
     except (OSError, ValueError) as error:
         raise ValueError(f"target {source!r}: cannot read its config ({error})") from error
+
+
+def _tokenizer(source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(_place(source))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"target {source!r}: cannot load its tokenizer ({error})") from error
 
 
 def _place(source: str) -> str | Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.fingerprint import check_fingerprint, read_meta
 from paceline.data.loops import loop_start
+from paceline.data.source import fingerprint_now
 
 Ints = npt.NDArray[np.int32]
 
@@ -46,20 +49,44 @@ def is_held_out(prompt: Sequence[int], share: float) -> bool:
     return int.from_bytes(digest[:8], "big") / 2.0**64 < share
 
 
+def check_corpus(paths: Sequence[str | Path], target: str) -> None:
+    """Refuse rows that were written for another target, tokenizer or chat template.
+
+    ``target`` is a folder, hub id, GGUF file or ``smollm2``; its model is not loaded. A file without
+    a sidecar (written by other means) says nothing and is accepted.
+
+    Raises:
+        ValueError: a stale file, or one that holds prompts without replies; names it and the fix.
+    """
+    known = {path: meta for path in paths if (meta := read_meta(path)) is not None}
+    for path, meta in known.items():
+        if meta.get("kind") == "self-write":
+            raise ValueError(
+                f"{path} holds prompts without replies; answer them first: "
+                f"paceline data regenerate {path} --out rows.jsonl"
+            )
+    if known:
+        now = fingerprint_now(target)
+        for path in known:
+            check_fingerprint(path, now)
+
+
 def read_corpus(
     paths: Sequence[str | Path], *, max_tokens: int, min_reply: int, held_out_share: float
 ) -> list[Row]:
     """All rows of the files, in file order: loops cut, long rows cut at `max_tokens`.
 
-    Raises ValueError naming file and line when a row lacks `prompt_ids` or `response_ids`.
+    Raises ValueError naming file and line of a row whose `prompt_ids` or `response_ids` are missing
+    or no token ids.
     """
     rows = []
     for path in paths:
         for number, record in _records(Path(path)):
             try:
-                prompt, reply = record["prompt_ids"], record["response_ids"]
-            except KeyError as error:
-                raise ValueError(f"{path}:{number}: the row has no {error}") from None
+                prompt, reply = (_ids(record, key) for key in ("prompt_ids", "response_ids"))
+                temperature = float(record.get("temperature", 0.0))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
             reply = reply[: loop_start(reply)]
             reply = reply[: max(0, max_tokens - len(prompt))]
             if len(reply) < min_reply:
@@ -69,7 +96,7 @@ def read_corpus(
                     tokens=np.asarray(prompt + reply, dtype=np.int32),
                     start=len(prompt),
                     source=str(record.get("source", "")),
-                    temperature=float(record.get("temperature", 0.0)),
+                    temperature=temperature,
                     held_out=is_held_out(prompt, held_out_share),
                 )
             )
@@ -78,17 +105,32 @@ def read_corpus(
     return rows
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _ids(record: Any, key: str) -> list[int]:
+    if not isinstance(record, dict) or key not in record:
+        raise ValueError(
+            f"the row has no {key}; conversations become rows by `paceline data tokenize` or "
+            "`paceline data regenerate`"
+        )
+    ids = record[key]
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise ValueError(f"{key} is not a list of token ids")
+    return ids
+
+
+def _records(path: Path) -> Iterator[tuple[int, Any]]:
     if not path.is_file():
         raise ValueError(f"{path}: no such corpus file; name one with --data")
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open("rt")
-    with opened as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                try:
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opened(path, "rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
                     yield number, json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}:{number}: not JSON ({error})") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file behind line {number} ({error})") from None
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+        raise ValueError(f"{path}:{number}: not JSON ({error})") from None
 
 
 def count_tokens(rows: Sequence[Row], vocab_size: int) -> npt.NDArray[np.int64]:
