@@ -159,10 +159,10 @@ def _categories(runs: list[dict[str, Any]]) -> Any:
         table.add_column(f"{method}: length, speed-up", justify="right")
     rows: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
-        place = (run["task"], run["category"], str(run["batch_size"]), f"{run['temperature']:g}")
+        setting = (str(run["batch_size"]), f"{run['temperature']:g}", str(run["requests"]))
         length, faster = run["acceptance_length_pooled"], run["speedup_vs_plain"]
         cell = f"{length:.2f}  {_shown(faster, '.2f', 'x')}"
-        rows.setdefault((*place, str(run["requests"])), []).append(cell)
+        rows.setdefault((run["task"], run["category"], *setting), []).append(cell)
     for place, cells in rows.items():
         table.add_row(*place, *cells)
     return table
