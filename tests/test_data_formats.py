@@ -40,6 +40,9 @@ MALFORMED: list[tuple[str, Any]] = [
     ("empty-content", {"prompt": ""}),
     ("not-text", {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}),
     ("not-text", {"prompt": 5}),
+    ("not-unicode", b'{"prompt": "half \\ud83d"}'),
+    ("not-unicode", b'{"prompt": "Hi", "tools": [{"name": "\\udc00"}]}'),
+    ("already-tokens", {"prompt": "Hi", "prompt_ids": [1], "response_ids": [2]}),
     ("bad-tools", {"messages": [U, A], "tools": "not json"}),
     ("bad-tools", {"messages": [U, A], "tools": [1]}),
     ("bad-tool-call", {"messages": [U, {"role": "assistant", "tool_calls": [{}]}]}),
@@ -139,6 +142,11 @@ def test_a_missing_file_and_a_broken_array_are_users_mistakes(tmp_path: Path) ->
     (tmp_path / "half.json").write_text('[{"prompt": "one"},')
     with pytest.raises(ValueError, match="half.json: not one JSON array"):
         read(tmp_path / "half.json")
+    whole = gzip.compress(b'{"prompt": "one"}\n' * 1000)
+    for name, data in {"cut.jsonl.gz": whole[:-12], "not.jsonl.gz": b"plain text"}.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=f"{name}: not a whole gzip file"):
+            read(tmp_path / name)
 
 
 def test_a_data_set_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,13 @@ def test_a_question_that_no_reply_continues_is_an_error_with_the_fix() -> None:
     assert "--template-arg" in str(first)
 
 
+def test_tags_do_not_excuse_a_reply_behind_another_header_than_it_is_asked_with() -> None:
+    ask = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    made = Template(tokenizer=byte_tokenizer(TAGGED.replace(ask, ask.replace("ant\n", "ant\n<t>"))))
+    (found, _) = made.replies(chat())
+    assert isinstance(found, RowError) and found.reason == "prompt-mismatch"
+
+
 def test_tools_and_calls_are_rendered() -> None:
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     row = {

@@ -20,6 +20,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from paceline.data.formats import RowError, read_message
+from paceline.data.loops import loop_start
 from paceline.data.regenerate import Answer, Ask, Settings
 from paceline.data.template import Template
 
@@ -43,7 +44,8 @@ class Client:
     """POSTs to ``url``/v1/chat/completions; the key, if any, is OPENAI_API_KEY.
 
     429, 5xx, timeouts and broken connections are tried ``tries`` times in all, after 1, 2, 4, ...
-    times ``pause`` seconds (at most 60, with jitter) or as long as Retry-After says.
+    times ``pause`` seconds (at most 60, with jitter) or as long as Retry-After says (at most 600).
+    ``sleep`` waits so many seconds; if it returns something true, nothing is tried any more.
     """
 
     url: str
@@ -77,8 +79,9 @@ class Client:
                 if attempt + 1 == self.tries:
                     raise RowError("endpoint-failed", f"{error}, {self.tries} times") from None
                 backoff = min(60.0, self.pause * 2.0**attempt) * random.uniform(0.5, 1.0)
-                self.sleep(backoff if error.after is None else error.after)
-        raise RowError("endpoint-failed", "no try allowed")
+                if self.sleep(backoff if error.after is None else error.after):
+                    break
+        raise RowError("endpoint-failed", "the run was stopped")
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
@@ -111,19 +114,20 @@ def _retry_after(value: str | None) -> float | None:
     if value is None:
         return None
     try:
-        return max(0.0, float(value))
+        seconds = float(value)
     except ValueError:
         try:
-            return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
         except ValueError:
             return None
+    return min(max(0.0, seconds), 600.0)
 
 
 class Endpoint:
     """Answers through a Client, ``concurrency`` requests at a time.
 
     Gives up when only failures came back for a while: then the server is gone, and the rows that
-    are written stay written.
+    are written stay written. A reply that repeats itself is cut where it began to.
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class Endpoint:
         self._template, self._settings = template, settings
         self._pool = ThreadPoolExecutor(concurrency)
         self._open: dict[Future[Answer], Ask] = {}
-        self._failures = 0
+        self._failures = 0  # since the last reply
 
     def submit(self, ask: Ask) -> None:
         """Send one request in a thread of its own."""
@@ -147,6 +151,11 @@ class Endpoint:
         Raises:
             EndpointError: the server is of no use; run again to resume.
         """
+        if self._failures >= max(8, self.slots):  # all of them were reported
+            raise EndpointError(
+                f"{self._client.address}: the last {self._failures} requests failed; "
+                "run again to resume"
+            )
         done: list[tuple[Ask, Answer | RowError]] = []
         for future in wait(self._open, return_when=FIRST_COMPLETED).done:
             ask = self._open.pop(future)
@@ -156,10 +165,6 @@ class Endpoint:
             except RowError as error:
                 self._failures += error.reason == "endpoint-failed"
                 done.append((ask, error))
-                if self._failures >= max(8, self.slots):
-                    raise EndpointError(
-                        f"{error}; nothing else since; run again to resume"
-                    ) from None
         return done
 
     def close(self) -> None:
@@ -189,9 +194,12 @@ class Endpoint:
         ended = choice.get("finish_reason") in ("stop", "tool_calls")
         reply = self._template.reply(ask.messages, message, tools, ended=ended)
         ask.prompt_ids = reply.prompt_ids
-        return Answer(
-            response_ids=reply.response_ids, finish="stop" if ended else "length", message=message
-        )
+        ids, finish = reply.response_ids, "stop" if ended else "length"
+        if (start := loop_start(ids)) < len(ids):
+            ids, finish = ids[:start], "loop"
+            text = self._template.tokenizer.decode(ids, skip_special_tokens=True)
+            message = {"role": "assistant", "content": text}
+        return Answer(response_ids=ids, finish=finish, message=message)
 
 
 def _for_openai(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

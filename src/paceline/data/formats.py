@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -104,13 +105,14 @@ def parse_row(row: Any, *, place: str, source: str) -> Conversation:
     """One decoded row as a conversation. Raises RowError with the reason."""
     if not isinstance(row, dict):
         raise RowError("not-an-object", f"the row is a {type(row).__name__}")
+    if "prompt_ids" in row and "response_ids" in row:
+        raise RowError("already-tokens", "this is a training row; give the file to paceline train")
     messages = [read_message(message) for message in _shape(row)]
     _check_order(messages)
+    tools = _tools(row.get("tools"))
+    _check_unicode(tools)
     return Conversation(
-        messages=messages,
-        place=place,
-        source=str(row.get("source") or source),
-        tools=_tools(row.get("tools")),
+        messages=messages, place=place, source=str(row.get("source") or source), tools=tools
     )
 
 
@@ -156,7 +158,16 @@ def read_message(raw: Any) -> Message:
     message |= {key: raw[key] for key in _KEPT if isinstance(raw.get(key), str)}
     if calls:
         message["tool_calls"] = _calls(calls)
+    _check_unicode(message)
     return message
+
+
+def _check_unicode(value: Any) -> None:
+    """JSON may spell half a surrogate pair; no tokenizer takes it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RowError("not-unicode", f"half a surrogate pair ({error.reason})") from None
 
 
 _SPEAKS = ("user", "assistant")  # a tool may answer with nothing
@@ -227,14 +238,17 @@ def raw_rows(source: str | Path) -> Iterator[tuple[str, Any]]:
         return
     opened: Any = gzip.open if path.suffix == ".gz" else open
     stream: IO[bytes]
-    with opened(path, "rb") as stream:
-        start = stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
-        stream.seek(0)
-        # One array is what ShareGPT dumps are; a line of JSON lines that is an array is malformed.
-        if start[:1] == b"[" and path.name.removesuffix(".gz").endswith(".json"):
-            yield from _array_rows(path, stream.read())
-        else:
-            yield from _lines(path, stream)
+    try:
+        with opened(path, "rb") as stream:
+            start = stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
+            stream.seek(0)
+            # One array is what ShareGPT dumps are; a line of JSON lines that is one is malformed.
+            if start[:1] == b"[" and path.name.removesuffix(".gz").endswith(".json"):
+                yield from _array_rows(path, stream.read())
+            else:
+                yield from _lines(path, stream)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file ({error})") from None
 
 
 def _lines(path: Path, stream: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
@@ -252,7 +266,7 @@ def _lines(path: Path, stream: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
 def _array_rows(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
     try:
         rows = json.loads(data.decode("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: not one JSON array ({error}); JSON lines end in .jsonl"
         ) from None

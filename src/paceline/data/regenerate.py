@@ -220,17 +220,22 @@ class InProcess:
         self._asks: dict[int, Ask] = {}  # by slot
 
     def submit(self, ask: Ask) -> None:
-        """Put the question into a free row. RowError: longer than the model's context."""
+        """Put the question into a free row. RowError: longer than the model's context, or bad ids."""
         params = SamplingParams(
             max_tokens=self._settings.max_new_tokens,
             temperature=self._settings.temperature,
             top_p=self._settings.top_p,
             seed=self._settings.seed_of(ask.key),
         )
+        size, limit = len(ask.prompt_ids), self._pipeline.target.max_length
+        if size >= limit:
+            raise RowError(
+                "too-long", f"the prompt has {size} tokens, the model's context is {limit}"
+            )
         try:
             (row,) = self._pipeline.rows([ask.prompt_ids], params)
-        except ValueError as error:
-            raise RowError("too-long", str(error)) from error
+        except ValueError as error:  # a tokenizer with more ids than the model
+            raise RowError("not-servable", str(error)) from error
         self._session.add(row)
         self._asks[row.slot] = ask
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paceline.data.fingerprint import Fingerprint, check_fingerprint, write_meta
+from paceline.data.fingerprint import Fingerprint, check_fingerprint, read_meta, write_meta
+from paceline.data.formats import RowError, raw_rows
 
 
 def row_key(**parts: Any) -> str:
@@ -25,10 +26,12 @@ class RowFile:
     """A JSONL file of rows with a ``key`` each, open for appending; a context manager.
 
     Opening drops a torn last line (a run was killed while writing) and learns the keys.
-    ``repaired`` says whether there was one.
+    ``repaired`` says whether there was one. ``facts`` go into the sidecar; all but ``target`` (the
+    same model may have another path now) must be those that the file was begun with.
 
     Raises:
-        ValueError: the file was written for another target, has no sidecar, or is not rows.
+        ValueError: the file was written for another target or by another command, has no sidecar,
+            or is not rows.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class RowFile:
         if self.path.exists() and self.path.stat().st_size:
             if not check_fingerprint(self.path, fingerprint):
                 raise ValueError(f"{path} does not say what it was written for; name a new file")
+            self._check_facts(facts)
             self._read()
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,6 +87,15 @@ class RowFile:
             found: dict[str, Any] = json.loads(stream.readline())
         return found
 
+    def _check_facts(self, facts: Mapping[str, Any]) -> None:
+        began = read_meta(self.path) or {}
+        for name, value in facts.items():
+            if name != "target" and began.get(name) != value:
+                raise ValueError(
+                    f"{self.path} was begun with {name} {began.get(name)!r}, now {value!r}; "
+                    "name a new file"
+                )
+
     def _read(self) -> None:
         with self.path.open("r+b") as stream:
             at = 0
@@ -105,8 +118,6 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Raises ValueError naming file and line for anything that is not a row.
     """
-    from paceline.data.formats import RowError, raw_rows
-
     for place, row in raw_rows(path):
         if isinstance(row, RowError):
             raise ValueError(f"{place}: {row}")

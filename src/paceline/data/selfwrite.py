@@ -117,7 +117,7 @@ def fill(
     for seed, text in texts:
         key = row_key(prompt=fold(text))
         out.append({"prompt": text, "source": "self-written", "seed": seed, "key": key})
-        progress(1)
+        progress(len(template.ids(text)))
     return len(out) - len(held)
 
 

@@ -103,21 +103,17 @@ class Template:
         """
         asked = self._render(before, tools, ask=True)
         text = self._render([*before, message], tools, ask=False)
-        if _GENERATION.search(self._source):
-            found = self._tagged([*before, message], tools, asked)
-        elif text.startswith(asked):
-            found = self._split(asked, text)
-        else:
-            at = next(i for i, (a, b) in enumerate(zip(asked, text + "\0", strict=False)) if a != b)
-            raise RowError(
-                "prompt-mismatch",
-                f"the template asks with {asked[at:][:40]!r} but writes {text[at:][:40]!r} there; "
-                "name the arguments it is served with (--template-arg enable_thinking=false)",
-            )
+        tagged = _GENERATION.search(self._source) is not None
+        if not tagged and not text.startswith(asked):
+            raise _mismatch(asked, text)
+        messages = [*before, message]
+        found = self._tagged(messages, tools, asked) if tagged else self._split(asked, text)
         if not found.response_ids:
             raise RowError("mask-all-zeros", "the template renders no reply tokens")
         if not found.prompt_ids:
             raise RowError("mask-all-ones", "the template marks everything as the reply")
+        if not text.startswith(asked):  # tags or not: it would not be served like this
+            raise _mismatch(asked, text)
         return found if ended else self._open(found, message)
 
     @property
@@ -196,3 +192,12 @@ class Template:
     def decode(self, ids: list[int]) -> str:
         """The text of ids, special tokens included."""
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _mismatch(asked: str, text: str) -> RowError:
+    at = next(i for i, (a, b) in enumerate(zip(asked, text + "\0", strict=False)) if a != b)
+    return RowError(
+        "prompt-mismatch",
+        f"the template asks with {asked[at:][:40]!r} but writes {text[at:][:40]!r} there; "
+        "name the arguments it is served with (--template-arg enable_thinking=false)",
+    )

@@ -20,7 +20,10 @@ _SAMPLE = 32  # prompts kept to measure speed with
 def shape_counts(
     conversations: Iterable[Conversation], template: Template | None, problems: Problems
 ) -> dict[str, int]:
-    """How many conversations there are and what they hold; with a template, rows they would give."""
+    """How many conversations there are and what they hold; with a template, rows they would give.
+
+    A conversation without replies gives none before the target has answered it.
+    """
     counts = dict.fromkeys(
         ("usable", "with_replies", "multi_turn", "with_system", "with_tools", "replies"), 0
     )
@@ -36,7 +39,8 @@ def shape_counts(
         counts["with_tools"] += conversation.tools is not None or "tool" in roles
         counts["replies"] += replies
         if template is not None:
-            counts["rows"] += sum(1 for _ in _rows(conversation, template, problems))
+            found = _rows(conversation, template, problems)
+            counts["rows"] += sum(1 for row in found if row["response_ids"])
     return counts
 
 
