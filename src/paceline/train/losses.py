@@ -32,11 +32,14 @@ class _FrozenHeadCE(torch.autograd.Function):
         loss = states_TD.new_zeros((), dtype=torch.float32)
         for at in range(0, len(states_TD), chunk):
             part = slice(at, at + chunk)
-            labels, weights = labels_T[part, None], weights_T[part, None]
+            labels, weights = labels_T[part], weights_T[part, None]
             slope = (states_TD[part] @ head_VD.T).softmax(-1)  # fp32 inside, also for bf16
-            chosen = slope.gather(1, labels).float()
+            chosen = slope.gather(1, labels[:, None]).float()
             loss = loss - (chosen.clamp_min(1e-37).log() * weights).sum()
-            slope.scatter_(1, labels, (chosen - 1).to(slope.dtype))
+            # Not scatter_: on a CPU it copies the whole bf16 matrix.
+            slope[torch.arange(len(labels), device=labels.device), labels] = (
+                (chosen - 1).to(slope.dtype).squeeze(1)
+            )
             grads[part] = (slope @ head_VD) * weights.to(head_VD.dtype)
         ctx.save_for_backward(grads)
         return loss
