@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from bench_example import example_bench
 from harness import TableCache, TableLM, TableTarget
 from paceline import pipeline as pipelines
 from paceline.cli import app
-from paceline.core import Draft, DraftContext, SamplingParams, Verdict
+from paceline.core import Draft, DraftContext, Noise, SamplingParams, Verdict
 from paceline.decode import loop
 from paceline.decode.accept import match
 from paceline.decode.warp import inverse_cdf, shape_probs
@@ -33,7 +34,7 @@ from paceline.evaluate.bench import Bench, BenchArguments, SideFile, document, h
 from paceline.evaluate.entries import Entry
 from paceline.evaluate.methods import parse_method, parse_methods
 from paceline.evaluate.tasks import load_tasks
-from paceline.evaluate.verify import sampling_margin
+from paceline.evaluate.verify import ExactArithmetic, judge, sampling_margin
 from paceline.pipeline import Pipeline
 
 TOKENS = 16
@@ -328,9 +329,9 @@ def test_a_killed_bench_goes_on_and_repeats_nothing(
     with pytest.raises(ValueError, match="another bench .*max_new_tokens was 16, is now 8"):
         measure(arguments(prompts, temperatures=(0.0, 1.0), max_new_tokens=8), out, x=Cyclic((0,)))
     with pytest.raises(ValueError, match="methods was"):
-        measure(given, out, y=Cyclic((0,)))
+        measure(given, out, x=Cyclic((0,)), y=Cyclic((0,)))
     prompts.write_text('{"prompt": "b"}\n')
-    with pytest.raises(ValueError, match="tasks was"):
+    with pytest.raises(ValueError, match="tasks letters rows was 3, is now 1.* more"):
         measure(given, out, x=Cyclic((0,)))
     side_path(out).write_text('{"chunks"')
     with pytest.raises(ValueError, match="not a bench's side file"):
@@ -357,6 +358,21 @@ def test_a_sampled_difference_is_a_tie_as_far_as_logits_must_move() -> None:
             side = torch.where(torch.arange(12) < first, -0.5, 0.5) * (1 if token > drawn else -1)
             assert draw(logits + side * (margin + 1e-3)) == token
             assert draw(logits + side * (margin - 1e-3)) != token
+
+
+def test_a_sampled_difference_is_judged_by_its_random_number() -> None:
+    params = SamplingParams(temperature=1.0, seed=4)
+    u = Noise(4).uniform("target", 1)
+    assert 0.05 < u < 0.95 and abs(u - 0.5) > 0.1
+    verdicts = []
+    for first in (u - 1e-6, 0.5):  # the probability of token 0; token 1 has the rest
+        table = torch.full((11, 11, 11), -40.0)
+        table[..., 0], table[..., 1] = math.log(first), math.log(1 - first)
+        pipeline = Pipeline(target=World(TableLM(table)))
+        exact = ExactArithmetic(pipeline.target)
+        verdicts.append(judge(pipeline, exact, 0, [2], [0], [1], params).verdict)
+    # The greedy margin says the opposite: wide at the border, none between equals.
+    assert verdicts == ["near-tie", "bug"]
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *given: str) -> Any:

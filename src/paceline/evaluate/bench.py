@@ -30,6 +30,7 @@ from paceline.pipeline import Pipeline
 
 SCHEMA = {"name": "paceline-bench", "version": 1}
 WARM_UP_TOKENS = 16
+SHOWN_CHANGES = 4
 CPU_FEATURES = frozenset(
     ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16")
     + ("amx_int8", "asimd", "sve", "sve2", "bf16", "i8mm")
@@ -91,7 +92,9 @@ class SideFile:
             raise ValueError(
                 f"{self.path}: not a bench's side file ({error!r}); delete it"
             ) from None
-        changes = list(_changes(was, json.loads(json.dumps(self.header))))
+        changes = _changes(was, json.loads(json.dumps(self.header)))
+        if len(changes) > SHOWN_CHANGES:
+            changes[SHOWN_CHANGES:] = [f"{len(changes) - SHOWN_CHANGES} more"]
         if changes:
             raise ValueError(
                 f"{self.path} holds the unfinished results of another bench ({'; '.join(changes)}); "
@@ -121,6 +124,12 @@ def _changes(was: Any, now: Any, name: str = "") -> list[str]:
     if isinstance(was, dict) and isinstance(now, dict):
         keys = [*was, *(key for key in now if key not in was)]
         lists = [_changes(was.get(key), now.get(key), f"{name} {key}".strip()) for key in keys]
+        return sum(lists, [])
+    if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        lists = [
+            _changes(a, b, f"{name} {a.get('name', '') if isinstance(a, dict) else i}")
+            for i, (a, b) in enumerate(zip(was, now, strict=True))
+        ]
         return sum(lists, [])
     return [] if was == now else [f"{name} was {was}, is now {now}"]
 
@@ -165,6 +174,7 @@ class Bench:
                 found += entries
                 done += len(entries)
                 self.progress(done, total)
+            self.tell(f"{task.name}, batch {batch_size}, T {temperature:g}: done")
         return found
 
     def _measure(self, questions: Sequence[Question], place: dict[str, Any]) -> list[Entry]:
