@@ -61,7 +61,7 @@ def babbler(seed: int = 3) -> Any:
     """A random Llama that says words of a few letters and ends its turns, so text can be drawn."""
     model = tiny_model("llama", seed, vocab_size=VOCAB, max_position_embeddings=512)
     tokenizer = byte_tokenizer()
-    likes = torch.full((VOCAB,), -12.0)
+    likes = torch.full((VOCAB,), -60.0)
     for text, bias in (*((letter, 0.0) for letter in "abcdefgh"), (" ", 1.0), ("<|im_end|>", -0.5)):
         likes[tokenizer(text)["input_ids"][0]] = bias
     with torch.no_grad():

@@ -54,7 +54,7 @@ def write_prompts(
 ) -> Iterator[tuple[int, str]]:
     """Seed and text of up to ``count`` new user turns, drawn at temperature 1, top-p 0.95.
 
-    Empty, short, endless, looping and ``known`` texts are dropped and counted in ``dropped``;
+    Empty, short, endless, garbled, looping and ``known`` texts are dropped and counted in ``dropped``;
     ``known`` holds ``fold`` of the texts and grows. Stops early after 8 tries per wanted text.
     """
     prefix, ends, text_end = user_prefix(template)
@@ -141,6 +141,8 @@ def _useless(row: Row, text: str, known: set[str]) -> str | None:
         return "endless"
     if len(text) < MIN_CHARACTERS or len(text.split()) < MIN_WORDS:
         return "short"
+    if "\ufffd" in text:
+        return "garbled"
     if loop_start(row.output) < len(row.output):
         return "looping"
     return "repeated" if fold(text) in known else None
