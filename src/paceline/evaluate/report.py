@@ -217,6 +217,7 @@ def _block(place: int, setting: Setting, entries: Sequence[Entry], largest: floa
     for task, category, _ in found:
         cells = [found.get((task, category, method)) for method in methods]
         categories.setdefault(task, {})[str(category)] = cells
+    timed = {task: [e for e in some if e.run.committed_tokens] for task, some in tasks.items()}
     drafted = {
         task: [entry for entry in some if entry.series.index and entry.run.verify_rounds]
         for task, some in tasks.items()
@@ -241,7 +242,7 @@ def _block(place: int, setting: Setting, entries: Sequence[Entry], largest: floa
         tasks=tasks,
         best=best,
         speedup=speedup_panel(f"speedup-{place}", setting, tasks, largest),
-        split=panels("split", split_panel, tasks),
+        split=panels("split", split_panel, timed),
         histograms=panels("histogram", histogram_panel, drafted),
         slots=panels("slots", slots_panel, drafted),
         categories=categories,

@@ -62,12 +62,11 @@ def speedup_panel(
 
 
 def split_panel(name: str, task: str, setting: Setting, entries: Sequence[Entry]) -> Panel:
-    measured = [entry for entry in entries if entry.run.committed_tokens]
-    parts = [[_per_token(entry.run, phase) for phase in PHASES] for entry in measured]
-    labels = [entry.series.label for entry in measured]
+    parts = [[_per_token(entry.run, phase) for phase in PHASES] for entry in entries]
+    labels = [entry.series.label for entry in entries]
     rows = [
         [entry.series.label, *map(number, [*part, sum(part), _per_pass(entry.run)])]
-        for entry, part in zip(measured, parts, strict=True)
+        for entry, part in zip(entries, parts, strict=True)
     ]
     head = [*PHASES, "together", "per pass of the batch"]
     about = f"Milliseconds per committed token by phase, {task}, {setting.label}"

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.evaluate.metrics import ratio
 from paceline.evaluate.results import Run
 from paceline.evaluate.svg import Series
 
@@ -69,7 +70,7 @@ class Finding:
     def acceptance(self) -> float:
         """Committed tokens per verify round, pooled over the tasks."""
         rounds = sum(entry.run.verify_rounds for entry in self.entries)
-        return sum(entry.run.committed_tokens for entry in self.entries) / rounds
+        return ratio(sum(entry.run.committed_tokens for entry in self.entries), rounds)
 
 
 def findings(totals: Sequence[Entry]) -> list[Finding]:
@@ -133,7 +134,7 @@ def tiles(totals: Sequence[Entry]) -> list[Tile]:
         Tile(value=f"{first.speedup:.2f}×", caption=f"plain decoding's speed: {first.label}"),
         Tile(value=f"{first.acceptance:.2f}", caption="tokens per verify round"),
         Tile(
-            value=f"{bugs}" if bugs else f"{same / replies:.0%}",
+            value=f"{bugs}" if bugs else f"{ratio(same, replies):.0%}",
             caption=f"of {replies} replies differ from plain: bugs"
             if bugs
             else f"of {replies} replies identical to plain{', the others near ties' * (near > 0)}",
@@ -193,7 +194,7 @@ def _loop_counts(finding: Finding) -> float:
     """Share of looping replies over the finding's tasks."""
     requests = sum(entry.run.requests for entry in finding.entries)
     looping = sum((e.run.looping_share or 0) * e.run.requests for e in finding.entries)
-    return looping / requests if requests else 0.0
+    return ratio(looping, requests)
 
 
 def _loops(finding: Finding) -> list[str]:

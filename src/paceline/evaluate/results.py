@@ -199,15 +199,25 @@ def _check_sums(raw: dict[str, Any]) -> None:
         if key in keys:
             raise ValueError(f"runs[{i}]: a second run of {', '.join(map(str, key))}")
         keys.add(key)
-        if not all(length.isdecimal() and int(length) > 0 for length in run["histogram"]):
+        if not all(key.isdecimal() and key == str(int(key)) != "0" for key in run["histogram"]):
             raise ValueError(f"runs[{i}].histogram: keys must be counts from 1 on")
-        if sum(run["histogram"].values()) != run["verify_rounds"]:
-            raise ValueError(f"runs[{i}].histogram: does not add up to verify_rounds")
+        rounds = {int(length): count for length, count in run["histogram"].items()}
+        for name, total in (
+            ("verify_rounds", sum(rounds.values())),
+            ("committed_tokens", sum(length * count for length, count in rounds.items())),
+        ):
+            if run[name] != total:
+                raise ValueError(f"runs[{i}].{name}: {run[name]}, but the histogram has {total}")
         verdicts = run["identical_to_plain"] + run["near_ties"] + run["bugs"]
         if verdicts != run["requests"]:
             raise ValueError(
                 f"runs[{i}].requests: not the sum of identical_to_plain, near_ties and bugs"
             )
+        positions = [slot["position"] for slot in run["slot_acceptance"]]
+        if positions != list(range(1, len(positions) + 1)) or (
+            run["verify_rounds"] and not positions
+        ):
+            raise ValueError(f"runs[{i}].slot_acceptance: positions must be 1, 2, ... without gaps")
         shares = [slot[name] for slot in run["slot_acceptance"] for name in SHARES]
         if any(share is not None and share > 1 for share in [*shares, run["looping_share"]]):
             raise ValueError(f"runs[{i}]: slot_acceptance or looping_share is a share above 1")

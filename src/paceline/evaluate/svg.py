@@ -15,6 +15,7 @@ from html import escape
 from typing import Any
 
 WIDTH = 360  # px: a phone is 400 wide, and text must not shrink
+BOTTOM = 36  # px for tick labels and the axis label
 SERIES_COLOURS = 8  # --series-0 .. in the page's style sheet; 0 is the baseline's grey
 MARKERS = "osD^vPXh"
 GLYPHS = "●■◆▲▼✚✖⬢"  # the same shapes as text, for the page's legend
@@ -107,7 +108,7 @@ def speedups(
     """
     step = len(bars) + 1.5
     rows = len(groups) * step
-    with _panel(34 + round(15 * rows)) as (figure, colours):
+    with _panel(38 + round(15 * rows), left=16, top=2) as (figure, colours):
         axes = figure.add_subplot()
         for g, group in enumerate(groups):
             top = g * step
@@ -132,7 +133,8 @@ def speedups(
 def histograms(name: str, description: str, rows: Sequence[Counts], largest: int) -> str:
     """One small histogram under another, one a method, on the same axes; ``largest`` ends them."""
     top = max([0.01, *(share for row in rows for share in row.shares.values())])
-    with _panel(28 + 66 * len(rows)) as (figure, colours):
+    # 40 px of bars and 26 px to the next method's title
+    with _panel(28 + 66 * len(rows), left=40, top=18, gap=26 / 40) as (figure, colours):
         grid = figure.subplots(len(rows), 1, sharex=True, squeeze=False)
         for axes, row in zip(grid[:, 0], rows, strict=True):
             colour = colours[f"series-{row.series.colour}"]
@@ -156,7 +158,7 @@ def slots(name: str, description: str, curves: Sequence[Curve]) -> str:
     """
     depth = max(len(curve.unconditional) for curve in curves)
     titles = ("unconditional: this draft and all before", "conditional: given all before were kept")
-    with _panel(310) as (figure, colours):
+    with _panel(310, left=42, top=20, gap=46 / 104) as (figure, colours):
         for place, title in enumerate(titles):
             axes = figure.add_subplot(2, 1, place + 1)
             for curve in curves:
@@ -191,7 +193,7 @@ def time_split(
     name: str, description: str, labels: Sequence[str], parts: Sequence[Sequence[float]]
 ) -> str:
     """Stacked horizontal bars, one a label: ``parts[i][p]`` milliseconds of phase p (0..4)."""
-    with _panel(38 + 32 * len(labels)) as (figure, colours):
+    with _panel(38 + 32 * len(labels), left=8, top=2) as (figure, colours):
         axes = figure.add_subplot()
         longest = max([1e-9, *(sum(part) for part in parts)])
         for y, (label, part) in enumerate(zip(labels, parts, strict=True)):
@@ -219,8 +221,13 @@ def short(label: str) -> str:
 
 
 @contextmanager
-def _panel(height: int) -> Iterator[tuple[Any, dict[str, str]]]:
+def _panel(
+    height: int, *, left: int, top: int, gap: float = 0
+) -> Iterator[tuple[Any, dict[str, str]]]:
     """An empty figure of ``height`` px, and the colours by role.
+
+    ``left`` and ``top`` are px around the axes, ``gap`` the space between rows in heights of a row.
+    Fixed, not fitted to the labels: axes of neighbouring panels line up, and fitting is half the time.
 
     ValueError when matplotlib is missing. Reads no matplotlibrc: the user's own style would change
     the bytes.
@@ -231,7 +238,15 @@ def _panel(height: int) -> Iterator[tuple[Any, dict[str, str]]]:
     except ImportError as error:
         raise ValueError("the report needs matplotlib: pip install 'paceline[report]'") from error
     with matplotlib.style.context(["default", _STYLE]):
-        yield Figure(figsize=(WIDTH / 72, height / 72), layout="constrained"), _ROLES
+        figure = Figure(figsize=(WIDTH / 72, height / 72))
+        figure.subplots_adjust(
+            left=left / WIDTH,
+            right=1 - 8 / WIDTH,
+            top=1 - top / height,
+            bottom=BOTTOM / height,
+            hspace=gap,
+        )
+        yield figure, _ROLES
 
 
 def _beside(axes: Any, x: float, y: float, text: str) -> None:
