@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from paceline.core import Draft
-from paceline.target import Target, load_target
+from paceline.target import Target, load_target, parse_dtype
 from tiny import KINDS, TINY, plain_row, tiny_model, tiny_target
 
 PARENTS = [-1, -1, 0, 1, 3, -1]
@@ -171,3 +171,13 @@ def test_a_target_with_missing_weights_is_refused_by_name(tmp_path: Path) -> Non
     file.write_bytes(b"no tensors here")
     with pytest.raises(ValueError, match="cannot load target"):
         load_target(str(tmp_path), dtype="fp32")
+
+
+def test_auto_is_bf16_where_the_machine_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_dtype("auto", "cuda") == torch.bfloat16
+    monkeypatch.setattr("paceline.target._has_bf16", lambda: False)
+    assert parse_dtype("auto", "cpu") == torch.float32
+    monkeypatch.setattr("paceline.target._has_bf16", lambda: True)
+    assert parse_dtype("auto") == torch.bfloat16
+    with pytest.raises(ValueError, match="not one of auto, bf16"):
+        parse_dtype("int8")

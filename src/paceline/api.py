@@ -68,7 +68,7 @@ def load(
     target: str | Target,
     drafter: str | Drafter | None = "default",
     *,
-    dtype: str = "bf16",
+    dtype: str = "auto",
     device: str = "cpu",
     accept: str = "match",
     trust_remote_code: bool = False,
@@ -76,7 +76,7 @@ def load(
     """Load a target and a drafter into a pipeline.
 
     ``drafter="default"`` is the packaged drafter of a target that has one, else n-gram lookup;
-    None is plain decoding.
+    None is plain decoding. ``dtype="auto"`` is bf16, or fp32 on a CPU that has no bf16 products.
     """
     if isinstance(target, str):
         target = load_target(

@@ -36,24 +36,27 @@ class Scored:
     batch: Packed
 
 
-def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """bf16, fp16 or fp32 as a torch dtype; ValueError for anything else."""
+def parse_dtype(name: str | torch.dtype, device: str | torch.device = "cpu") -> torch.dtype:
+    """bf16, fp16 or fp32 as a torch dtype; ``auto`` is `fast_dtype`; ValueError for anything else."""
     if isinstance(name, torch.dtype):
         return name
+    if name == "auto":
+        return fast_dtype(torch.device(device))
     if name not in _DTYPES:
-        raise ValueError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
+        raise ValueError(f"dtype {name!r} is not one of auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
     """bf16, or fp32 on a CPU without instructions for bf16 products, where bf16 is far slower."""
-    if device.type != "cpu":
-        return torch.bfloat16
+    return torch.bfloat16 if device.type != "cpu" or _has_bf16() else torch.float32
+
+
+def _has_bf16() -> bool:
     try:
-        supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):  # a private operator
-        supported = False
-    return torch.bfloat16 if supported else torch.float32
+        return False
 
 
 class Target:
@@ -244,7 +247,7 @@ def _decoder_layers(model: Any, count: int) -> nn.ModuleList:
 def load_target(
     name: str,
     *,
-    dtype: str | torch.dtype = "bf16",
+    dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
 ) -> Target:
@@ -258,7 +261,7 @@ def load_target(
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # loading takes a second; errors must stay readable
-    kind = parse_dtype(dtype)
+    kind = parse_dtype(dtype, device)
     source: str | Path = name
     if name == "smollm2":
         from paceline.gguf import convert_gguf, smollm2_gguf

@@ -38,7 +38,7 @@ app.add_typer(data_commands.app, name="data")
 def demo(
     target: TargetOption = "smollm2",
     drafter: DrafterOption = "default",
-    dtype: DtypeOption = "bf16",
+    dtype: DtypeOption = "auto",
     max_new_tokens: TokensOption = 96,
     json_file: JsonOption = None,
 ) -> None:
@@ -56,7 +56,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message.")],
     target: TargetOption = "smollm2",
     drafter: DrafterOption = "default",
-    dtype: DtypeOption = "bf16",
+    dtype: DtypeOption = "auto",
     max_new_tokens: TokensOption = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
@@ -81,7 +81,7 @@ def generate(
 def chat(
     target: TargetOption = "smollm2",
     drafter: DrafterOption = "default",
-    dtype: DtypeOption = "bf16",
+    dtype: DtypeOption = "auto",
     max_new_tokens: TokensOption = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
 ) -> None:

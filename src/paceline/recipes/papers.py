@@ -78,6 +78,8 @@ def _dflash(
         mask_token_id=mask_token_id,
         gamma=gamma,
         max_tokens=3072,
+        # A shard of 8 rows is up to 1 GB: features are 40 KB a token.
+        rows_per_shard=8,
         lr=6e-4,
         warmup=0.04,
         clip=1.0,

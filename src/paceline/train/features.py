@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
 from paceline.train.capture import (
@@ -32,7 +31,6 @@ from paceline.train.shards import (
     Origin,
     Shard,
     open_shard,
-    read_head,
     shard_bytes,
     shard_path,
     write_shard,
@@ -297,31 +295,3 @@ def _is_distributed() -> bool:
 def _barrier() -> None:
     if _is_distributed():
         dist.barrier()
-
-
-def capture_shards(
-    model: Any,
-    rows: Sequence[Row],
-    folder: Path,
-    *,
-    layer_ids: Sequence[int],
-    rows_per_shard: int = 128,
-    report: Report = lambda _: None,
-) -> None:
-    """Until fit calls `open_features`: capture every missing shard."""
-    how: dict[str, Any] = {"layer_ids": layer_ids, "rows_per_shard": rows_per_shard}
-    open_features(rows, folder, model, **how, limit_gb=None, report=report)
-
-
-def open_shards(
-    rows: Sequence[Row], folder: Path, *, layer_ids: Sequence[int], width: int, rows_per_shard: int
-) -> list[FeatureRow]:
-    """Until fit calls `open_features`: the captured rows, of whichever target."""
-    found: list[FeatureRow] = []
-    for number, part in enumerate(_parts(rows, rows_per_shard)):
-        path = shard_path(folder, number)
-        with safe_open(path, "pt") as file:
-            target = read_head(file)["target"]
-        shard = open_shard(path, Origin(taps=tuple(layer_ids), target=target, width=width), part)
-        found += [FeatureRow(row, Stored(shard, at)) for at, row in enumerate(part)]
-    return found

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from paceline.target import parse_dtype
 from paceline.train.blocks import draw, make_blocks
 from paceline.train.checkpoint import Origin, export, load_checkpoint, origin, save_checkpoint
 from paceline.train.config import TrainConfig
@@ -37,7 +38,7 @@ from paceline.train.logs import Progress, RunLog, Say
 from paceline.train.losses import frozen_head_ce, position_weights
 from paceline.train.ranks import Ranks, join_processes
 from paceline.train.served import Served, served_estimate
-from paceline.train.trainee import Trainee, compute_dtype, make_trainee
+from paceline.train.trainee import Trainee, make_trainee
 
 _LOG_EVERY = 50
 
@@ -225,7 +226,7 @@ def fit(
     run.mkdir(parents=True, exist_ok=True)
     with join_processes() as ranks:
         corpora = read_rows(config)
-        dtype = compute_dtype(config.compute, ranks.device)
+        dtype = parse_dtype(config.compute, ranks.device)
         target = load_frozen(config.target, dtype).to(ranks.device)
         made = origin(config, target, corpora)
         checkpoint = run / "checkpoint.pt"

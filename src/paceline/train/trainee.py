@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from paceline.drafters.dflash import DFlashConfig, DFlashModule, offsets_of, vocabulary_fingerprint
-from paceline.target import fast_dtype, parse_dtype
 from paceline.train.blocks import Blocks, block_states
 from paceline.train.config import TrainConfig
 from paceline.train.corpus import count_tokens, draft_vocabulary
@@ -118,11 +117,6 @@ def fused(masters: dict[str, Tensor], rms_F: Tensor) -> dict[str, Tensor]:
     """The weights of a drafter that sees raw features, from full masters of `DraftStates`."""
     plain = {name.removeprefix("drafter."): weight for name, weight in masters.items()}
     return plain | {"fc.weight": plain["fc.weight"] / rms_F.cpu()}
-
-
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """bf16 or fp32; ``auto`` is bf16 unless this is a CPU that has no bf16 products of its own."""
-    return fast_dtype(device) if name == "auto" else parse_dtype(name)
 
 
 def make_trainee(
