@@ -37,7 +37,7 @@ def bench(
     temperature: Annotated[str, typer.Option(help="Comma-separated; 0 is greedy.")] = "0",
     limit: Annotated[int | None, typer.Option(help="At most so many prompts a task.")] = None,
     max_new_tokens: TokensOption = 256,
-    dtype: DtypeOption = "bf16",
+    dtype: DtypeOption = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Of PyTorch on the CPU.")] = None,
     json_file: JsonOption = None,
 ) -> None:
