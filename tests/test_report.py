@@ -302,7 +302,7 @@ def test_summary_leaves_loops_out_when_there_are_none(tmp_path: Path) -> None:
         run["without_loops"]["speedup_vs_plain"] = without
     said = summary(tmp_path, document)
     assert "25% of dflash's replies end in a loop" in said
-    assert f"without them it is {(1.2 * 1.4) ** 0.5:.2f}×" in said
+    assert f"without them the speed-up is {(1.2 * 1.4) ** 0.5:.2f}×" in said
     runs[0]["looping_share"] = 0.0
     assert "end in a loop" not in summary(tmp_path, document)
 

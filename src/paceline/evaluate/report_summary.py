@@ -203,7 +203,9 @@ def _loops(finding: Finding) -> list[str]:
         return []
     without = [entry.run.without_loops["speedup_vs_plain"] for entry in finding.entries]
     known = [value for value in without if value]
-    speed = f"; without them it is {statistics.geometric_mean(known):.2f}×" if known else ""
+    speed = (
+        f"; without them the speed-up is {statistics.geometric_mean(known):.2f}×" if known else ""
+    )
     return [
         f"At {finding.setting.label}, {share:.0%} of {finding.label}'s replies end in a loop, which "
         f"flatters a drafter{speed}."
