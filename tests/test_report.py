@@ -250,6 +250,8 @@ def test_a_method_measured_on_the_easy_task_alone_does_not_win(tmp_path: Path) -
     easy["speedup_vs_plain"] = 9.0
     document["runs"] = [r for r in document["runs"] if r["method"] != "ngram" or r is easy]
     assert "greedy, dflash, the fastest of 2" in summary(tmp_path, document)
+    document["runs"] = [r for r in document["runs"] if r["task"] == "gsm8k"]
+    assert "9.00× as fast as plain decoding (on gsm8k), with" in summary(tmp_path, document)
 
 
 @pytest.mark.usefixtures("no_charts")

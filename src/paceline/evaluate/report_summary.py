@@ -110,7 +110,11 @@ def summarise(totals: Sequence[Entry], target: str) -> list[str]:
     among = f", the fastest of {len(rivals)} methods," if len(rivals) > 1 else ""
     tasks = sorted(first.entries, key=lambda entry: -(entry.run.speedup_vs_plain or 0))
     each = ", ".join(f"{e.run.speedup_vs_plain:.2f}× on {e.run.task}" for e in tasks)
-    mean = f"the geometric mean of {len(tasks)} tasks: {each}" if len(tasks) > 1 else each
+    mean = (
+        f"the geometric mean of {len(tasks)} tasks: {each}"
+        if len(tasks) > 1
+        else f"on {tasks[0].run.task}"
+    )
     said = [
         f"On {target} at {first.setting.label}, {first.label}{among} {_verdict(first.speedup)} "
         f"({mean}), with {first.acceptance:.2f} tokens committed per verify round."
