@@ -587,3 +587,15 @@ def test_a_target_without_all_its_weights_is_refused(model: Any, tmp_path: Path)
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(ValueError, match="damaged weights"):
         load_frozen(str(tmp_path))
+
+
+def test_the_head_input_is_the_decoders_own_output(model: Any, rows: list[Row]) -> None:
+    from paceline.train.capture import HEAD_INPUT
+
+    tokens = torch.from_numpy(rows[0].tokens).long()[None]
+    plain = model(tokens, output_hidden_states=True)
+    found = Taps(model, (2, HEAD_INPUT)).run(tokens)
+    assert torch.equal(found[..., :32], plain.hidden_states[3])
+    assert torch.equal(found[..., 32:], plain.hidden_states[-1])
+    head = model.get_output_embeddings().weight
+    torch.testing.assert_close(found[..., 32:] @ head.T, plain.logits)

@@ -337,3 +337,68 @@ def test_settings_are_checked(setup: TrainConfig) -> None:
         setup.replace(cache_gb=-1.0)
     rates = [learning_rate(setup.replace(steps=100), step) for step in range(100)]
     assert max(rates) == setup.lr and rates[-1] < 0.01 * setup.lr and rates[0] < setup.lr
+
+
+@pytest.mark.parametrize("loss", ["kl", "tv"])
+def test_the_teacher_of_a_draft_is_the_targets_state_one_token_before(
+    setup: TrainConfig, tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import paceline.train.fit as module
+    from paceline.train.capture import load_frozen
+
+    model = load_frozen(setup.target, torch.float32)
+    checked = 0
+
+    def watch(config: Any, trainee: Any, rows: Any, blocks: Any, labels: Any, weights: Any) -> Any:
+        nonlocal checked
+        real = module.frozen_head_distance
+
+        def look(drafts: Any, head: Any, teacher: Any, *rest: Any) -> Any:
+            nonlocal checked
+            teacher_RAkD = teacher.view(*labels.shape, -1)
+            for r, item in enumerate(rows):
+                tokens = torch.from_numpy(item.row.tokens).long()[None]
+                states = model.get_decoder()(tokens).last_hidden_state[0].bfloat16().float()
+                for a, anchor in enumerate(blocks.anchors_RA[r].tolist()):
+                    for k in (blocks.labels_RAk[r, a] >= 0).nonzero().flatten().tolist():
+                        expected = states[anchor + k]
+                        torch.testing.assert_close(
+                            teacher_RAkD[r, a, k], expected, rtol=0.02, atol=0.02
+                        )
+                        checked += 1
+            return real(drafts, head, teacher, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "frozen_head_distance", look)
+            return inner(config, trainee, rows, blocks, labels, weights)
+
+    inner = module._loss
+    monkeypatch.setattr(module, "_loss", watch)
+    finish(setup.replace(loss=loss), tmp_path)
+    assert checked > 300
+
+
+def test_runs_share_features(setup: TrainConfig, whole: dict[str, Any], tmp_path: Path) -> None:
+    shared = setup.replace(features_dir=str(tmp_path / "features"))
+    first = finish(shared, tmp_path / "first")
+    files = sorted((tmp_path / "features").rglob("*.safetensors"))
+    written = [file.stat().st_mtime_ns for file in files]
+    finish(shared.replace(seed=0, lr=1e-3), tmp_path / "second")
+    assert files and [file.stat().st_mtime_ns for file in files] == written
+    assert not list((tmp_path / "second").glob("features-*"))
+    same(whole["masters"], first["masters"])
+
+
+def test_text_of_another_target_is_refused(setup: TrainConfig, tmp_path: Path) -> None:
+    from chat import CHATML, byte_tokenizer
+    from paceline.data.rows import RowFile
+    from paceline.data.source import open_template
+
+    folder = tmp_path / "target"
+    tiny_model("llama", num_hidden_layers=5, vocab_size=300).save_pretrained(folder)
+    byte_tokenizer(CHATML).save_pretrained(folder)
+    _template, fingerprint = open_template(str(folder), {})
+    with RowFile(tmp_path / "rows.jsonl", fingerprint, {"kind": "tokenize"}) as rows:
+        del rows
+    with pytest.raises(ValueError, match=r"rows\.jsonl"):
+        fit(setup.replace(data=(str(tmp_path / "rows.jsonl"),), run_dir=str(tmp_path / "run")))

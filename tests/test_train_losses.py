@@ -8,7 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.train.losses import frozen_head_ce, leading_correct, position_weights
+from paceline.train.losses import (
+    frozen_head_ce,
+    frozen_head_distance,
+    leading_correct,
+    position_weights,
+)
 
 
 @pytest.mark.parametrize("chunk", [3, 512])
@@ -28,6 +33,35 @@ def test_chunked_loss_equals_cross_entropy_with_gradient(chunk: int) -> None:
     (expected,) = torch.autograd.grad(plain, states)
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("chunk", [3, 512])
+@pytest.mark.parametrize("kind", ["kl", "tv"])
+def test_distances_to_the_target_equal_their_formulas_with_gradient(kind: str, chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(10, 6, generator=generator, requires_grad=True)
+    head, teacher = (torch.randn(n, 6, generator=generator) for n in (23, 10))
+    weights = torch.rand(10, generator=generator)
+    weights[5] = 0.0
+    loss = 3 * frozen_head_distance(states, head, teacher, weights, kind, chunk)
+    (grad,) = torch.autograd.grad(loss, states)
+    p, q = (teacher @ head.T).softmax(-1), (states @ head.T).softmax(-1)
+    each = (p * (p / q).log()).sum(-1) if kind == "kl" else (p - q).abs().sum(-1) / 2
+    plain = 3 * (each * weights).sum()
+    (expected,) = torch.autograd.grad(plain, states)
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(grad, expected)
+    same = frozen_head_distance(teacher, head, teacher, weights, kind, chunk)
+    assert abs(same.item()) < 1e-5
+
+
+def test_bf16_distances_stay_finite_where_probabilities_underflow() -> None:
+    states = torch.tensor([[60.0, 0.0], [0.0, 60.0]]).bfloat16().requires_grad_()
+    head, teacher = torch.eye(2).bfloat16(), torch.tensor([[0.0, 60.0], [0.0, 60.0]]).bfloat16()
+    for kind in ("kl", "tv"):
+        loss = frozen_head_distance(states, head, teacher, torch.ones(2), kind)
+        (grad,) = torch.autograd.grad(loss, states)
+        assert loss.isfinite() and grad.isfinite().all()
 
 
 def test_bf16_loss_is_close_to_the_float32_loss() -> None:

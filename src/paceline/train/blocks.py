@@ -44,6 +44,11 @@ class Blocks:
         """S: no anchor sees a context token at or behind it."""
         return max(1, -(-int(self.anchors_RA.max()) // _WIDTH_STEP)) * _WIDTH_STEP
 
+    @property
+    def sources_RAk(self) -> Tensor:
+        """int64 [R, A, k]: the token from whose state the target predicts each label."""
+        return self.anchors_RA[..., None] + torch.arange(self.block_size - 1)
+
     def take(self, rows: Sequence[int]) -> Blocks:
         """Some of the rows."""
         at = list(rows)

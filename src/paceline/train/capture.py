@@ -81,6 +81,10 @@ def target_fingerprint(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+HEAD_INPUT = -1
+"""The tap of what the target's head sees: its last state, behind the final norm."""
+
+
 class _Enough(Exception):
     """Raised by the last tap: the layers above it need not run."""
 
@@ -89,9 +93,10 @@ class _Enough(Exception):
 class Taps:
     """The layers of a frozen causal LM whose outputs are a drafter's features, in config order.
 
-    The output of layer i is what Hugging Face calls hidden_states[i + 1]. The model stays as it
-    is between calls. Raises ValueError for a layer that cannot be tapped: the last one is left
-    out, because hidden_states holds its output only after the final norm.
+    The output of layer i is what Hugging Face calls hidden_states[i + 1]; ``HEAD_INPUT`` is no layer
+    but the decoder's own output. The model stays as it is between calls. Raises ValueError for a
+    layer that cannot be tapped: the last one is left out, because hidden_states holds its output
+    only after the final norm.
     """
 
     model: Any
@@ -102,7 +107,7 @@ class Taps:
             raise ValueError("taps: name at least one layer of the target")
         count = len(self._layers)
         for layer in self.layer_ids:
-            if not 0 <= layer < count - 1:
+            if layer != HEAD_INPUT and not 0 <= layer < count - 1:
                 raise ValueError(f"tap {layer}: the target has layers 0..{count - 2} to tap")
 
     @property
@@ -123,7 +128,8 @@ class Taps:
         Causal attention: padding changes nothing before it.
         """
         layers, found = self._layers, {}
-        last = max(self.layer_ids)
+        chosen = set(self.layer_ids) - {HEAD_INPUT}
+        last = None if HEAD_INPUT in self.layer_ids else max(chosen)
 
         def keep(layer: int) -> Callable[[Any, Any, Any], None]:
             def hook(_module: Any, _inputs: Any, output: Any) -> None:
@@ -133,9 +139,10 @@ class Taps:
 
             return hook
 
-        hooks = [layers[i].register_forward_hook(keep(i)) for i in set(self.layer_ids)]
+        hooks = [layers[i].register_forward_hook(keep(i)) for i in chosen]
         try:
-            self.model.get_decoder()(input_ids=tokens_BS.to(self.device), use_cache=False)
+            out = self.model.get_decoder()(input_ids=tokens_BS.to(self.device), use_cache=False)
+            found[HEAD_INPUT] = out.last_hidden_state
         except _Enough:
             pass
         finally:

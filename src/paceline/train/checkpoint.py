@@ -41,6 +41,7 @@ _FREE = {
     "parallel",
     "micro_batches",
     "cache_gb",
+    "features_dir",
     "rows_per_shard",
     "eval_every",
     "eval_rows",
@@ -69,7 +70,8 @@ def origin(config: TrainConfig, target: Any, corpora: Sequence[Sequence[Row]]) -
     """Describe a run with its corpus files' rows."""
     settings: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     names = [Path(path).name for path in settings.pop("data")]
-    settings.pop("run_dir")
+    for name in ("run_dir", "features_dir"):
+        settings.pop(name)
     for name in ("target", "init_from"):
         settings[name] = _name(settings[name])
     return Origin(

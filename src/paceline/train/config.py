@@ -24,7 +24,11 @@ _AT_LEAST_ONE = (
     "eval_every",
     "eval_rows",
 )
-_CHOICES = {"compute": ("auto", "bf16", "fp32"), "parallel": ("ddp", "fsdp")}
+_CHOICES = {
+    "compute": ("auto", "bf16", "fp32"),
+    "parallel": ("ddp", "fsdp"),
+    "loss": ("ce", "kl", "tv"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,9 @@ class TrainConfig:
     ``gamma`` is the decay of the position weights exp(-(k - 1) / gamma). ``init_layers`` are target
     layers whose weights start the draft layers, one each; without them the ``layers`` draft layers
     start at random. ``draft_vocab_size`` None trains the full vocabulary. ``init_from`` is a drafter
-    folder to start from instead.
+    folder to start from instead. ``loss`` is ce, the cross-entropy of the text; or kl or tv,
+    distances to the target's distribution (`frozen_head_distance`), for which features also hold
+    the target's last state.
 
     ``rows_per_step`` rows make one optimiser step, however many processes share them and into
     however many ``micro_batches`` each process divides its own. ``compute`` is what products are
@@ -85,12 +91,14 @@ class TrainConfig:
     warmup: float = 0.04
     clip: float = 1.0
     gamma: float = 3.0
+    loss: str = "ce"
     seed: int = 0
     max_tokens: int = 704
     min_reply: int = 4
     held_out_share: float = 0.02
     rows_per_shard: int = 128
     cache_gb: float | None = None
+    features_dir: str | None = None
     eval_every: int = 500
     eval_rows: int = 64
     checkpoint_seconds: float = 180.0

@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.target import parse_dtype
-from paceline.train.blocks import draw, make_blocks
+from paceline.train.blocks import Blocks, draw, make_blocks
+from paceline.train.capture import HEAD_INPUT
 from paceline.train.checkpoint import Origin, export, load_checkpoint, origin, save_checkpoint
 from paceline.train.config import TrainConfig
-from paceline.train.corpus import Row, read_corpus
+from paceline.train.corpus import Row, check_corpus, read_corpus
 from paceline.train.features import (
     FeatureRow,
     load_frozen,
@@ -35,7 +37,7 @@ from paceline.train.features import (
     plan_cache,
 )
 from paceline.train.logs import Progress, RunLog, Say
-from paceline.train.losses import frozen_head_ce, position_weights
+from paceline.train.losses import frozen_head_ce, frozen_head_distance, position_weights
 from paceline.train.ranks import Ranks, join_processes
 from paceline.train.served import Served, served_estimate
 from paceline.train.trainee import Trainee, make_trainee
@@ -106,16 +108,10 @@ def train_step(
         mask = torch.zeros(len(batch), 1, 1)
         mask[part] = 1.0
         chosen = part or [0]  # a process without rows goes along with a part of no weight
-        here = blocks.take(chosen)
-        features = trainee.features([batch[r] for r in chosen], here.width)
+        part_weights = (weights * mask)[chosen]
+        here, items = blocks.take(chosen), [batch[r] for r in chosen]
         with trainee.micro_batch(last=at == len(mine) - 1):
-            drafts = trainee.model(here, features)
-            part_loss = frozen_head_ce(
-                drafts,
-                trainee.head_VD,
-                labels[chosen].flatten().to(drafts.device),
-                (weights * mask)[chosen].flatten().to(drafts.device),
-            )
+            part_loss = _loss(config, trainee, items, here, labels[chosen], part_weights)
             # Processes average their gradients; the parts are to be summed.
             (part_loss * trainee.ranks.world).backward()
         loss += float(part_loss.detach())
@@ -127,6 +123,29 @@ def train_step(
         "blocks": int(blocks.keep_RA.sum()),
         "positions": int((labels >= 0).sum()),
     }
+
+
+def _loss(
+    config: TrainConfig,
+    trainee: Trainee,
+    rows: Sequence[FeatureRow],
+    blocks: Blocks,
+    labels_RAk: Tensor,
+    weights_RAk: Tensor,
+) -> Tensor:
+    """The weighted loss of some rows' blocks."""
+    device, width = trainee.ranks.device, blocks.width
+    weights = weights_RAk.flatten().to(device)
+    if config.loss == "ce":
+        drafts = trainee.model(blocks, trainee.features(rows, width)[0])
+        labels = labels_RAk.flatten().to(device)
+        return frozen_head_ce(drafts, trainee.head_VD, labels, weights)
+    sources = blocks.sources_RAk.to(device)
+    features, teacher_RSD = trainee.features(rows, width + blocks.block_size)
+    drafts = trainee.model(blocks, features[:, :width])
+    each_row = torch.arange(len(rows), device=device)[:, None, None]
+    teacher = teacher_RSD[each_row, sources].flatten(0, 2)
+    return frozen_head_distance(drafts, trainee.head_VD, teacher, weights, config.loss)
 
 
 def _parts(rows: int, micro_batches: int, ranks: Ranks) -> list[list[int]]:
@@ -152,7 +171,8 @@ def _optimise(config: TrainConfig, trainee: Trainee, step: int) -> float:
 
 def read_rows(config: TrainConfig) -> list[list[Row]]:
     """The rows of each corpus file, shuffled within it: a file added later leaves the features
-    captured for the others valid."""
+    captured for the others valid. Raises ValueError for text of another target."""
+    check_corpus(config.data, config.target)
     found = []
     for path in config.data:
         part = read_corpus(
@@ -171,7 +191,8 @@ def feature_rows(
 ) -> list[FeatureRow]:
     """All rows with their features, captured first where they are missing."""
     found: list[FeatureRow] = []
-    width = len(config.taps) * target.config.get_text_config().hidden_size
+    taps = config.taps if config.loss == "ce" else (*config.taps, HEAD_INPUT)
+    width = len(taps) * target.config.get_text_config().hidden_size
     room, used = config.cache_gb, set[str]()
     for path, rows in zip(config.data, corpora, strict=True):
         stem = Path(path).name.split(".")[0]
@@ -179,9 +200,9 @@ def feature_rows(
         used.add(name)
         found += open_features(
             rows,
-            Path(config.run_dir) / f"features-{name}",
+            Path(config.features_dir or config.run_dir) / f"features-{name}",
             target,
-            layer_ids=config.taps,
+            layer_ids=taps,
             rows_per_shard=config.rows_per_shard,
             limit_gb=room,
             report=_capture_report(log, name),

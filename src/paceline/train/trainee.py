@@ -91,10 +91,15 @@ class Trainee:
         known = blocks.labels_RAk.clamp_min(0)
         return torch.where(blocks.labels_RAk >= 0, self.to_draft[known], -100)
 
-    def features(self, rows: Sequence[FeatureRow], width: int) -> Tensor:
-        """Scaled features [R, width, F] of the first tokens of each row, on the device."""
+    def features(self, rows: Sequence[FeatureRow], width: int) -> tuple[Tensor, Tensor]:
+        """Scaled features [R, width, F] of the first tokens of each row, on the device.
+
+        And the states [R, width, D] that the target's head saw, if they were captured ([.., 0]).
+        """
         found = stack_features(rows, width).to(self.ranks.device)
-        return (found / self.rms_F.to(found.dtype)).to(self.dtype)
+        F = len(self.rms_F)
+        scaled = found[..., :F] / self.rms_F.to(found.dtype)
+        return scaled.to(self.dtype), found[..., F:].to(self.dtype)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -132,7 +137,7 @@ def make_trainee(
     ranks = ranks or Ranks()
     named = None if tokenizer is None else vocabulary_fingerprint(tokenizer)
     shape = replace(drafter_config(config, target), vocabulary_fingerprint=named)
-    rms = feature_scales(rows[:256])
+    rms = feature_scales(rows[:256])[: shape.feature_size]
     drafter = start_module(config, shape, target, rows, rms).float()
     with torch.no_grad():
         drafter.fc.weight.mul_(rms)
