@@ -198,7 +198,7 @@ def test_the_model_stays_as_it_is_and_runs_no_layer_above_the_taps(model: Any) -
 
 
 def test_taps_that_the_target_does_not_have(model: Any) -> None:
-    for layer in (4, -1):  # the last layer's states are kept behind the final norm only
+    for layer in (4, -2):  # the last layer's states are kept behind the final norm only
         with pytest.raises(ValueError, match=rf"tap {layer}: the target has layers 0\.\.3"):
             Taps(model, (0, layer))
     with pytest.raises(ValueError, match="at least one layer"):
