@@ -92,7 +92,7 @@ def inspect(
 def estimate(
     file: FileArgument,
     target: TargetOption = "smollm2",
-    dtype: DtypeOption = "bf16",
+    dtype: DtypeOption = "auto",
     taps: TapsOption = 5,
     max_new_tokens: TokensOption = 512,
     batch_size: BatchOption = 32,

@@ -86,7 +86,7 @@ def regenerate(
     out: OutOption,
     target: TargetOption = "smollm2",
     drafter: DrafterOption = "none",
-    dtype: DtypeOption = "bf16",
+    dtype: DtypeOption = "auto",
     endpoint: Annotated[
         str | None, typer.Option(help="An OpenAI-compatible server that serves the target.")
     ] = None,
@@ -187,7 +187,7 @@ def self_write(
     out: OutOption,
     target: TargetOption = "smollm2",
     drafter: DrafterOption = "none",
-    dtype: DtypeOption = "bf16",
+    dtype: DtypeOption = "auto",
     max_new_tokens: TokensOption = 256,
     batch_size: BatchOption = 32,
     template_args: ArgsOption = None,

@@ -256,7 +256,7 @@ def _lines(path: Path, stream: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             if line.strip():
-                yield f"{path}:{number}", json.loads(line)
+                yield f"{path}:{number}", json.loads(line.rstrip())
         except UnicodeDecodeError as error:
             yield f"{path}:{number}", RowError("not-utf-8", f"byte {error.start} of the line")
         except (ValueError, RecursionError) as error:
