@@ -26,3 +26,15 @@ def test_rows_are_written_once_and_read_back(tmp_path: Path) -> None:
     assert [row["prompt_ids"] for row in rows] == prompts
     assert [row["temperature"] for row in rows] == [0.0, 0.0, 0.6, 0.6, 0.0, 0.0]
     assert len(read_corpus([out], max_tokens=64, min_reply=4, held_out_share=0.0)) == 6
+
+
+def test_a_run_killed_at_any_byte_goes_on_as_it_would_have(tmp_path: Path) -> None:
+    out, pipeline = tmp_path / "text.jsonl", Pipeline(target=tiny_target())
+    prompts = [[3, 4, i] for i in range(5)]
+    options = {"source": "test", "max_new_tokens": 5, "batch_size": 2}
+    write_replies(pipeline, prompts, out, **options)  # type: ignore[arg-type]
+    whole = out.read_bytes()
+    for size in (0, 9, whole.index(b"\n"), whole.index(b"\n") + 1, len(whole) - 1):
+        out.write_bytes(whole[:size])
+        write_replies(pipeline, prompts, out, **options)  # type: ignore[arg-type]
+        assert out.read_bytes() == whole, size
