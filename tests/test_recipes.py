@@ -14,6 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import paceline
+from chat import CHATML, byte_tokenizer
 from paceline.cli import app
 from paceline.drafters.dflash import DFlashModule
 from paceline.recipes import RECIPES, find_recipe, list_recipes, target_config
@@ -264,8 +266,69 @@ def test_unknown_names_and_missing_data() -> None:
     assert find_recipe("qwen3_4b_dflash") is qwen3_4b_dflash
     for words, message in [
         (["train", "qwen3_8b_dflsh"], "did you mean 'qwen3_8b_dflash'"),
-        (["train", "zzz"], "known: smollm2_dflash, "),
+        (["train", "zzz"], "known: dflash, smollm2_dflash, "),
         (["train", "qwen3_8b_dflash"], "name at least one corpus file"),
     ]:
         error = run(*words).exception
         assert isinstance(error, ValueError) and message in str(error)
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target that no recipe knows, and rows for it."""
+    folder = tmp_path_factory.mktemp("stranger")
+    tokenizer = byte_tokenizer(CHATML)
+    size = len(tokenizer)
+    changes = {"num_hidden_layers": 6, "max_position_embeddings": 256}
+    tiny_model("qwen3", vocab_size=size + 3, **changes).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rng = np.random.default_rng(0)
+    with (folder / "rows.jsonl").open("w") as stream:
+        for _ in range(24):
+            ids = rng.integers(0, size, 30).tolist()
+            row = {"prompt_ids": ids[:8], "response_ids": ids[8:], "temperature": 0.0}
+            stream.write(json.dumps(row) + "\n")
+    return folder / "model", folder / "rows.jsonl"
+
+
+def test_any_target_can_be_trained_for(stranger: tuple[Path, Path], tmp_path: Path) -> None:
+    model, rows = stranger
+    words = ["train", "dflash", "--target", str(model), "--data", str(rows)]
+    small = ["--set", "layers=1", "--set", "steps=3", "--run-dir", str(tmp_path / "run")]
+    shown = run(*words, "--dry-run")
+    assert shown.exit_code == 0, shown.output
+    assert "taps=[1, 2, 3]" in shown.output and "steps=18" in shown.output
+    size = len(byte_tokenizer(CHATML))
+    assert f"mask_token_id={size}" in shown.output
+    trained = run(*words, *small)
+    assert trained.exit_code == 0, trained.output
+    pipeline = paceline.load(str(model), str(tmp_path / "run" / "drafter"), dtype="fp32")
+    reply = pipeline.generate(["hello"], paceline.SamplingParams(max_tokens=8))[0].outputs[0]
+    assert len(reply.token_ids) == 8 and sum(r.drafted for r in reply.rounds) > 0
+
+
+def test_the_mask_is_a_token_that_nothing_uses() -> None:
+    from transformers import AutoTokenizer
+
+    from paceline.recipes.generic import unused_token
+    from paceline.train.capture import target_folder
+
+    smollm2 = AutoTokenizer.from_pretrained(target_folder("smollm2"))
+    assert unused_token(smollm2, 49152, {2}) == 16  # as the packaged drafter was trained
+    assert unused_token(smollm2, 49200, {2}) == 49152
+    assert unused_token(smollm2, 49152, {2, 16}) == 15
+    smollm2.chat_template = "<empty_output> <jupyter_script>"
+    assert unused_token(smollm2, 49152, {2}) == 14
+    smollm2.chat_template = " ".join(t.content for t in smollm2.added_tokens_decoder.values())
+    with pytest.raises(ValueError, match="mask_token_id"):
+        unused_token(smollm2, 49152, {2})
+
+
+def test_a_target_is_only_for_the_recipe_that_takes_one(stranger: tuple[Path, Path]) -> None:
+    model, rows = stranger
+    found = run("train", "qwen3_8b_dflash", "--target", str(model), "--data", str(rows))
+    assert isinstance(found.exception, ValueError) and "`dflash` takes" in str(found.exception)
+    found = run("train", "dflash", "--dry-run")
+    assert isinstance(found.exception, ValueError) and "--data" in str(found.exception)
+    found = run("train", "dflash", "--target", "no/such/model", "--data", str(rows))
+    assert isinstance(found.exception, ValueError) and "no/such/model" in str(found.exception)

@@ -39,6 +39,9 @@ def train(
     data: Annotated[
         list[Path] | None, typer.Option(help="Corpus file(s): JSONL of token rows.")
     ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="For the recipe `dflash`: folder, hub id or GGUF file.")
+    ] = None,
     run_dir: Annotated[Path, typer.Option(help="Features, checkpoints, logs.")] = Path(
         "runs/drafter"
     ),
@@ -53,16 +56,20 @@ def train(
 
     Ctrl-C or SIGTERM save first. Several processes: torchrun --nproc-per-node N -m paceline.cli train ...
 
-    Example: paceline train smollm2_dflash --data replies.jsonl.gz --set steps=4200
+    Example: paceline train dflash --target path/to/model --data replies.jsonl --set layers=2
     """
-    from paceline.recipes import find_recipe
+    from paceline.recipes import find_recipe, takes_target
     from paceline.train.config import parse_settings
 
-    files = tuple(map(str, data or ()))
-    if dry_run and not files:
+    files, chosen, given = tuple(map(str, data or ())), find_recipe(recipe), {}
+    if takes_target(chosen):
+        given = {} if target is None else {"target": target}
+    elif target is not None:
+        raise ValueError(f"{recipe} is for one target; `dflash` takes --target")
+    elif dry_run and not files:
         files = ("FILE (--data)",)
     changes = parse_settings(settings or [])
-    config = find_recipe(recipe)(files, run_dir=str(run_dir)).replace(**changes)
+    config = chosen(files, run_dir=str(run_dir), **given).replace(**changes)
     if dry_run:
         show(config)
         return

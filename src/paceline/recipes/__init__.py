@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from paceline.recipes.generic import dflash
 from paceline.recipes.papers import (
     TARGETS,
     llama31_8b_dflash,
@@ -20,11 +21,12 @@ from paceline.recipes.smollm2 import smollm2_dflash, smollm2_dflash_longer
 from paceline.train.config import TrainConfig
 
 Recipe = Callable[..., TrainConfig]
-"""`recipe(data, run_dir=...)`: the corpus files and the folder of the run."""
+"""`recipe(data, run_dir=...)`: the corpus files and the folder of the run; `target=...` for some."""
 
 RECIPES: dict[str, Recipe] = {
     recipe.__name__: recipe
     for recipe in (
+        dflash,
         smollm2_dflash,
         smollm2_dflash_longer,
         qwen3_4b_dflash,
@@ -43,12 +45,17 @@ def find_recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
+def takes_target(recipe: Recipe) -> bool:
+    """Whether a recipe is for any target."""
+    return "target" in inspect.signature(recipe).parameters
+
+
 def list_recipes() -> list[dict[str, str]]:
     """Name, target and first docstring line (`purpose`) of every recipe."""
     return [
         {
             "name": name,
-            "target": recipe(("FILE",)).target,
+            "target": "any" if takes_target(recipe) else recipe(("FILE",)).target,
             "purpose": (inspect.getdoc(recipe) or "").partition("\n")[0],
         }
         for name, recipe in RECIPES.items()

@@ -101,6 +101,8 @@ def read_corpus(
                 )
             )
     if not rows:
+        if not paths:
+            raise ValueError("name at least one corpus file (--data)")
         raise ValueError(f"no usable row in {', '.join(str(path) for path in paths)}")
     return rows
 
