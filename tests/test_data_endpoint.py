@@ -288,6 +288,18 @@ def test_a_server_that_dies_ends_the_run_and_the_next_asks_only_what_is_missing(
     assert len({row["key"] for row in lines(path)}) == 50 == len(lines(path))
 
 
+def test_failures_among_replies_do_not_end_the_run(serve: Any, tmp_path: Path) -> None:
+    def script(body: dict[str, Any], count: int) -> Reply:
+        number = int(body["messages"][-1]["content"][1:])
+        return said("ok") if number % 4 == 0 else (500, "", {})
+
+    server = serve(script)
+    counts, problems = answer(
+        tmp_path / "rows.jsonl", server.url, prompts(40), tries=1, concurrency=1
+    )
+    assert counts["rows"] == 10 and problems.counts == {"endpoint-failed": 30}
+
+
 def test_nothing_is_tried_any_more_once_the_run_is_over(serve: Any, tmp_path: Path) -> None:
     server = serve(lambda *_: (429, {}, {"Retry-After": "600"}))
     settings, template = Settings(), Template(tokenizer=byte_tokenizer())

@@ -289,3 +289,12 @@ def test_a_known_text_is_dropped_and_hopeless_models_end_the_search() -> None:
         write_prompts(PIPELINE, TEMPLATE, 2, known=set(), dropped=dropped, max_new_tokens=2)
     )
     assert not none and dropped["endless"] > 0
+
+
+def test_a_text_written_twice_in_one_run_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = iter(["One two three four", "one  two three FOUR", "five six seven eight"] * 20)
+    monkeypatch.setattr("paceline.data.selfwrite._text", lambda row, tokenizer: next(texts))
+    dropped: Counter[str] = Counter()
+    found = write_prompts(PIPELINE, TEMPLATE, 3, known=set(), dropped=dropped, max_new_tokens=48)
+    assert sorted(fold(text) for _, text in found) == ["five six seven eight", "one two three four"]
+    assert dropped["repeated"] > 0
