@@ -17,7 +17,9 @@ TargetOption = Annotated[str, typer.Option(help="Folder, hub id, GGUF file, or s
 DrafterOption = Annotated[
     str, typer.Option(help="Packaged name, DFlash folder, ngram, model:NAME, none or default.")
 ]
-DtypeOption = Annotated[str, typer.Option(help="bf16, fp16, fp32; auto: bf16 if the machine has it.")]
+DtypeOption = Annotated[
+    str, typer.Option(help="bf16, fp16, fp32; auto: bf16 if the machine has it.")
+]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, help="Write the figures here, too.")
 ]
