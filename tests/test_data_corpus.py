@@ -192,3 +192,17 @@ def test_long_rows_and_loops_are_cut_and_short_replies_left_out(rows: Path) -> N
     assert len(long.tokens) == 64 and long.reply.tolist() == list(range(62))
     assert cut.reply.tolist() == [1, 2, 7, 8, 9]  # up to the second copy
     assert not cut.greedy and cut.source == "s"
+
+
+def test_rows_of_one_conversation_are_held_out_together(tmp_path: Path) -> None:
+    """A later row's context holds an earlier row's reply."""
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as stream:
+        for i in range(200):
+            for turn in range(3):
+                ids = {"prompt_ids": [i, turn], "response_ids": [5, 6, 7, 8]}
+                stream.write(json.dumps(ids | {"conversation": f"c{i}"}) + "\n")
+    rows = read_corpus([path], max_tokens=9, min_reply=1, held_out_share=0.3)
+    split = [row.held_out for row in rows]
+    assert split[::3] == split[1::3] == split[2::3]
+    assert 30 < sum(split[::3]) < 90

@@ -402,3 +402,11 @@ def test_text_of_another_target_is_refused(setup: TrainConfig, tmp_path: Path) -
         del rows
     with pytest.raises(ValueError, match=r"rows\.jsonl"):
         fit(setup.replace(data=(str(tmp_path / "rows.jsonl"),), run_dir=str(tmp_path / "run")))
+
+
+def test_tokens_that_the_target_lacks_are_named(setup: TrainConfig, tmp_path: Path) -> None:
+    data = tmp_path / "wide.jsonl"
+    row = {"prompt_ids": [1, 2], "response_ids": [5, 97, 6, 7], "temperature": 0.0}
+    data.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r"wide\.jsonl has token 97, the target 97"):
+        fit(setup.replace(data=(str(data),), run_dir=str(tmp_path / "run")), say=silent)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from paceline.core import Row, SamplingParams
 from paceline.data.formats import Conversation, Message, Problems, RowError
 from paceline.data.loops import loop_start
-from paceline.data.rows import RowFile, row_key
+from paceline.data.rows import RowFile, conversation_key, row_key
 from paceline.data.template import Template
 from paceline.pipeline import Pipeline
 
@@ -203,6 +203,7 @@ def _row(ask: Ask, answer: Answer, settings: Settings) -> dict[str, Any]:
         "response_ids": answer.response_ids,
         "finish": answer.finish,
         "key": ask.key,
+        "conversation": conversation_key(ask.walk.conversation),
         "reply": answer.message,
     }
 

@@ -13,13 +13,18 @@ from types import TracebackType
 from typing import Any
 
 from paceline.data.fingerprint import Fingerprint, check_fingerprint, read_meta, write_meta
-from paceline.data.formats import RowError, raw_rows
+from paceline.data.formats import Conversation, RowError, raw_rows
 
 
 def row_key(**parts: Any) -> str:
     """A hash of everything that decides a row: prompt, tools, settings."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def conversation_key(conversation: Conversation) -> str:
+    """The same for all rows of a conversation, so that training holds out all of them or none."""
+    return row_key(opening=conversation.question)
 
 
 class RowFile:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.data.formats import Conversation, Problems, RowError
-from paceline.data.rows import RowFile, row_key
+from paceline.data.rows import RowFile, conversation_key, row_key
 from paceline.data.template import Template
 
 
@@ -54,6 +54,7 @@ def tokenise(
                     "response_ids": reply.response_ids,
                     "finish": "stop" if reply.ended else "length",
                     "key": key,
+                    "conversation": conversation_key(conversation),
                 }
             )
             counts["rows"] += 1

@@ -5,7 +5,9 @@ Does not know any benchmark: every task is put together here from small parts, n
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -210,3 +212,9 @@ def code_prompts(count: int, seed: int) -> list[str]:
     while len(found) < count:
         found[code_prompt(rng)] = None
     return list(found)
+
+
+if __name__ == "__main__":
+    count = int(sys.argv[1]) if len(sys.argv) == 2 else sys.exit("usage: code_prompts COUNT")
+    for text in code_prompts(count, 0):
+        print(json.dumps({"prompt": text, "source": "code"}))

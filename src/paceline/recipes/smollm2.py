@@ -5,12 +5,7 @@ Does not know commands; each function returns the full frozen config.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from paceline.api import load
-from paceline.recipes.code_prompts import code_prompts
 from paceline.train.config import Phase, TrainConfig
-from paceline.train.selftext import write_replies
 
 
 def smollm2_dflash(data: tuple[str, ...], run_dir: str = "runs/smollm2-dflash") -> TrainConfig:
@@ -57,8 +52,3 @@ def smollm2_dflash_full_vocab(
         lr=5e-4,
         steps=600,
     )
-
-
-def smollm2_code_text(out: str | Path, count: int = 1200) -> None:
-    """Write the target's replies to programming prompts of our own, for ``--data``; resumable."""
-    write_replies(load("smollm2", None), code_prompts(count, 0), Path(out), source="code")

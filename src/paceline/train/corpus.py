@@ -43,10 +43,11 @@ class Row:
         return self.temperature == 0.0
 
 
-def is_held_out(prompt: Sequence[int], share: float) -> bool:
-    """Whether a prompt belongs to the held-out split; depends on its token ids only."""
-    digest = hashlib.sha256(np.asarray(prompt, dtype=np.int32).tobytes()).digest()
-    return int.from_bytes(digest[:8], "big") / 2.0**64 < share
+def is_held_out(key: str | Sequence[int], share: float) -> bool:
+    """Whether a row belongs to the held-out split; decided by its conversation's key, or its prompt's
+    token ids if it has none: the rows of a conversation hold one another's text."""
+    text = key.encode() if isinstance(key, str) else np.asarray(key, dtype=np.int32).tobytes()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2.0**64 < share
 
 
 def check_corpus(paths: Sequence[str | Path], target: str) -> None:
@@ -97,7 +98,7 @@ def read_corpus(
                     start=len(prompt),
                     source=str(record.get("source", "")),
                     temperature=temperature,
-                    held_out=is_held_out(prompt, held_out_share),
+                    held_out=is_held_out(record.get("conversation", prompt), held_out_share),
                 )
             )
     if not rows:

@@ -186,6 +186,13 @@ def read_rows(config: TrainConfig) -> list[list[Row]]:
     return found
 
 
+def _check_ids(config: TrainConfig, corpora: Sequence[Sequence[Row]], target: Any) -> None:
+    size = target.get_input_embeddings().weight.shape[0]
+    for path, rows in zip(config.data, corpora, strict=True):
+        if (largest := max(int(row.tokens.max()) for row in rows)) >= size:
+            raise ValueError(f"{path} has token {largest}, the target {size} embedding rows")
+
+
 def feature_rows(
     config: TrainConfig, target: Any, corpora: Sequence[Sequence[Row]], log: RunLog
 ) -> list[FeatureRow]:
@@ -249,6 +256,7 @@ def fit(
         corpora = read_rows(config)
         dtype = parse_dtype(config.compute, ranks.device)
         target = load_frozen(config.target, dtype).to(ranks.device)
+        _check_ids(config, corpora, target)
         made = origin(config, target, corpora)
         checkpoint = run / "checkpoint.pt"
         log = RunLog(run, first=ranks.first, say=say, progress=progress)
