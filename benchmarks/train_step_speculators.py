@@ -55,6 +55,7 @@ def our_step(vocabulary: int, row_count: int) -> Step:
     from paceline.train.corpus import Row
     from paceline.train.features import FeatureRow
     from paceline.train.fit import make_trainee, train_step
+    from paceline.train.order import Order
 
     target = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -91,8 +92,8 @@ def our_step(vocabulary: int, row_count: int) -> Step:
         steps=10_000,
     )
     trainee = make_trainee(config, target, rows, torch.bfloat16)
-    done = iter(range(config.steps))
-    return lambda: {"positions": train_step(config, trainee, rows, next(done))["positions"]}
+    done, order = iter(range(config.steps)), Order(rows, row_count, config.seed)
+    return lambda: {"positions": train_step(config, trainee, order, next(done))["positions"]}
 
 
 def their_model(vocabulary: int, attention: str) -> Any:

@@ -76,18 +76,27 @@ def every(_r: int, count: int) -> np.typing.NDArray[np.int64]:
     return np.arange(count)
 
 
-def make_blocks(rows: Sequence[Row], *, anchors: int, block_size: int, choose: Choose) -> Blocks:
+def make_blocks(
+    rows: Sequence[Row],
+    *,
+    anchors: int,
+    block_size: int,
+    choose: Choose,
+    limit: int | None = None,
+) -> Blocks:
     """Blocks at chosen reply tokens that have a next token; filled up to ``anchors`` a row.
 
-    Anchors may lie near the end; labels beyond it are -100. A row without any place gives blocks
-    that are not kept.
+    Anchors may lie near the end; labels beyond it are -100. No block reaches position ``limit``,
+    the first one that the drafter does not have. A row without any place gives blocks that are not
+    kept.
     """
     A, k = anchors, block_size - 1
     chosen, ids = np.zeros((len(rows), A), np.int64), np.zeros((len(rows), A), np.int64)
     keep = np.zeros((len(rows), A), bool)
     labels = np.full((len(rows), A, k), -100, np.int64)
     for r, row in enumerate(rows):
-        places = np.arange(row.start, len(row.tokens) - 1)
+        last = len(row.tokens) - 1 if limit is None else min(len(row.tokens), limit - k) - 1
+        places = np.arange(row.start, max(row.start, last))
         drawn = places[choose(r, len(places))]
         chosen[r, : len(drawn)], keep[r, : len(drawn)] = drawn, True
         chosen[r, len(drawn) :] = drawn[-1] if len(drawn) else 0
@@ -122,10 +131,12 @@ def block_states(
     A, b, device = blocks.anchors_RA.shape[1], blocks.block_size, features_RSF.device
     anchors = blocks.anchors_RA.to(device)
     context = module.context(features_RSF.reshape(R * S, -1))
-    places = torch.arange(S, device=device).repeat(R)
+    # Padding may lie behind the drafter's last position; nothing sees it.
+    last = module.config.max_position_embeddings - 1
+    places = torch.arange(S, device=device).clamp_max(last).repeat(R)
     ids = torch.full((R, A, b), module.config.mask_token_id)
     ids[..., 0] = blocks.anchor_ids_RA
-    positions = (anchors[..., None] + torch.arange(b, device=device)).flatten()
+    positions = (anchors[..., None] + torch.arange(b, device=device)).clamp_max(last).flatten()
     hidden = embedding_VD[ids.flatten().to(device)]
     attention = block_attention(anchors, S, b, module.config.causal)
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -28,14 +28,13 @@ from torch.distributed.checkpoint.state_dict import (
 from paceline.drafters.dflash import DFlashModule, save_dflash
 from paceline.train.capture import target_fingerprint
 from paceline.train.config import TrainConfig
-from paceline.train.corpus import Row, fingerprint
+from paceline.train.corpus import Corpus, fingerprint
 from paceline.train.trainee import Trainee, fused
 
 # Settings that say where and how fast, not what comes out: a resumed run may change them.
 _FREE = {
     "run_dir",
     "data",
-    "init_from",
     "compute",
     "recompute",
     "parallel",
@@ -47,6 +46,7 @@ _FREE = {
     "eval_rows",
     "checkpoint_seconds",
 }
+_DAMAGED = (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, UnpicklingError)
 _PACKAGES = ("paceline", "torch", "transformers", "numpy")
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -56,7 +56,7 @@ class Origin:
     """What a run is made from; no path and no host in it."""
 
     settings: dict[str, Any]
-    data: list[dict[str, Any]]  # name, rows, fingerprint of each corpus file
+    data: list[dict[str, Any]]  # name, rows, left out, fingerprint of each corpus file
     target: str  # fingerprint
     versions: dict[str, str]
     commit: str | None
@@ -66,19 +66,23 @@ class Origin:
         return json.dumps(asdict(self) | {"figures": figures}, indent=1) + "\n"
 
 
-def origin(config: TrainConfig, target: Any, corpora: Sequence[Sequence[Row]]) -> Origin:
-    """Describe a run with its corpus files' rows."""
+def origin(config: TrainConfig, target: Any, corpora: Sequence[Corpus]) -> Origin:
+    """Describe a run with its corpus files."""
     settings: dict[str, Any] = json.loads(json.dumps(asdict(config)))
-    names = [Path(path).name for path in settings.pop("data")]
-    for name in ("run_dir", "features_dir"):
+    for name in ("data", "run_dir", "features_dir"):
         settings.pop(name)
     for name in ("target", "init_from"):
         settings[name] = _name(settings[name])
     return Origin(
         settings=settings,
         data=[
-            {"name": name, "rows": len(rows), "fingerprint": fingerprint(rows)}
-            for name, rows in zip(names, corpora, strict=True)
+            {
+                "name": Path(corpus.path).name,
+                "rows": len(corpus.rows),
+                "left_out": dict(corpus.left_out),
+                "fingerprint": fingerprint(corpus.rows, supervision=True),
+            }
+            for corpus in corpora
         ],
         target=target_fingerprint(target),
         versions={name: version(name) for name in _PACKAGES}
@@ -124,14 +128,21 @@ def save_checkpoint(path: Path, trainee: Trainee, step: int, made: Origin) -> No
             "origin": json.dumps(asdict(made)),
         }
         work = path.with_suffix(".tmp")
-        with work.open("wb") as stream:
-            torch.save(state, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(work, path)
-        text = made.provenance({"step": step} | trainee.totals)
-        (path.parent / "provenance.tmp").write_text(text)
-        os.replace(path.parent / "provenance.tmp", path.parent / "provenance.json")
+        try:
+            with work.open("wb") as stream:
+                torch.save(state, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(work, path)
+            text = made.provenance({"step": step} | trainee.totals)
+            (path.parent / "provenance.tmp").write_text(text)
+            os.replace(path.parent / "provenance.tmp", path.parent / "provenance.json")
+        except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
+            work.unlink(missing_ok=True)
+            raise ValueError(
+                f"{path} cannot be written ({error}); free some space and run again: "
+                "an earlier checkpoint is still whole"
+            ) from None
     trainee.ranks.wait()
 
 
@@ -143,7 +154,7 @@ def load_checkpoint(path: Path, trainee: Trainee, made: Origin) -> int:
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
         theirs = json.loads(state["origin"])
-    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except _DAMAGED as error:
         raise ValueError(
             f"{path} cannot be read ({error}); delete it to start over, or name another --run-dir"
         ) from None
@@ -158,7 +169,7 @@ def load_checkpoint(path: Path, trainee: Trainee, made: Origin) -> int:
 def _compare(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     fix = "name another --run-dir, or give the same again"
     for key, value in ours["settings"].items():
-        old = theirs["settings"].get(key)
+        old = theirs["settings"].get(key, value)  # a setting that did not exist yet
         if key not in _FREE and old != value:
             raise ValueError(f"{path} was made with {key}={old}, not {value}; {fix}")
     for what in ("data", "target"):

@@ -11,8 +11,8 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 _AT_LEAST_ONE = (
@@ -20,10 +20,25 @@ _AT_LEAST_ONE = (
     "rows_per_step",
     "micro_batches",
     "max_tokens",
+    "min_reply",
     "rows_per_shard",
     "eval_every",
     "eval_rows",
 )
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (lambda v: v > 0, "above 0"),
+    "gamma": (lambda v: v > 0, "above 0"),
+    "clip": (lambda v: v > 0, "above 0"),
+    "warmup": (lambda v: 0 <= v <= 1, "a share of the steps, 0 to 1"),
+    "betas": (lambda v: all(0 <= b < 1 for b in v), "each at least 0 and below 1"),
+    "weight_decay": (lambda v: v >= 0, "at least 0"),
+    "held_out_share": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "checkpoint_seconds": (lambda v: v >= 0, "at least 0"),
+    "seed": (lambda v: v >= 0, "at least 0"),
+    "taps": (lambda v: v and len(set(v)) == len(v), "different layers, at least one"),
+    "draft_vocab_size": (lambda v: v is None or v > 0, "above 0, or null for all"),
+    "cache_gb": (lambda v: v is None or v >= 0, "at least 0 (nothing is cached)"),
+}
 _CHOICES = {
     "compute": ("auto", "bf16", "fp32"),
     "parallel": ("ddp", "fsdp"),
@@ -41,9 +56,9 @@ class Phase:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        if self.block_size < 2 or self.anchors_per_row < 1:
+        if self.block_size < 2 or self.anchors_per_row < 1 or self.share <= 0:
             raise ValueError(
-                "a phase needs block_size >= 2 (anchor included), anchors_per_row >= 1"
+                "a phase needs block_size >= 2 (anchor included), anchors_per_row >= 1, share > 0"
             )
 
 
@@ -113,8 +128,9 @@ class TrainConfig:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}, not one of {', '.join(known)}"
                 )
-        if self.cache_gb is not None and self.cache_gb < 0:
-            raise ValueError("cache_gb must not be negative; 0 caches nothing")
+        for name, (fits, wanted) in _RANGES.items():
+            if not fits(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
         if self.draft_layers < 1:
             raise ValueError("set layers (a random start) or init_layers (target layers to copy)")
         if self.init_layers and self.draft_layers != len(self.init_layers):
@@ -125,7 +141,14 @@ class TrainConfig:
         if not self.phases or abs(sum(p.share for p in self.phases) - 1) > 1e-6:
             raise ValueError("the shares of the phases must sum to 1")
         if self.phases[-1].block_size != self.block_size:
-            raise ValueError("the last phase must have the drafter's block_size")
+            last = json.dumps(
+                asdict(dataclasses.replace(self.phases[-1], share=1.0, block_size=self.block_size))
+            )
+            raise ValueError(
+                f"the last phase has blocks of {self.phases[-1].block_size}, the drafter of "
+                f"{self.block_size}; set both, such as block_size={self.phases[-1].block_size} or "
+                f"phases=[{last}]"
+            )
         if not self.data:
             raise ValueError("name at least one corpus file (--data)")
 
@@ -163,6 +186,8 @@ def parse_settings(pairs: list[str]) -> Mapping[str, Any]:
             value = json.loads(text)
         except json.JSONDecodeError:
             value = text
+        if key in found:
+            raise ValueError(f"{key} is set twice")
         if key == "phases":
             value = _phases(value)
         found[key] = tuple(value) if isinstance(value, list) else value
@@ -195,7 +220,8 @@ def _check_types(config: Any) -> None:
         value = getattr(config, name)
         if not _fits(value, kind):
             wanted = type(config).__dataclass_fields__[name].type
-            raise ValueError(f"{name} is {value!r}, which is not {wanted}")
+            hint = f"; write {name}=[1,8]" if "tuple[int" in str(wanted) else ""
+            raise ValueError(f"{name} is {value!r}, which is not {wanted}{hint}")
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,15 @@ class Row:
         return self.temperature == 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A corpus file: its rows in the order of a run, and how many it could not use, by reason."""
+
+    path: str
+    rows: list[Row]
+    left_out: Counter[str]
+
+
 def is_held_out(key: str | Sequence[int], share: float) -> bool:
     """Whether a row belongs to the held-out split; decided by its conversation's key, or its prompt's
     token ids if it has none: the rows of a conversation hold one another's text."""
@@ -73,14 +83,20 @@ def check_corpus(paths: Sequence[str | Path], target: str) -> None:
 
 
 def read_corpus(
-    paths: Sequence[str | Path], *, max_tokens: int, min_reply: int, held_out_share: float
+    paths: Sequence[str | Path],
+    *,
+    max_tokens: int,
+    min_reply: int,
+    held_out_share: float,
+    left_out: Counter[str] | None = None,
 ) -> list[Row]:
     """All rows of the files, in file order: loops cut, long rows cut at `max_tokens`.
 
-    Raises ValueError naming file and line of a row whose `prompt_ids` or `response_ids` are missing
-    or no token ids.
+    Rows without `min_reply` tokens to train on are counted in `left_out` by reason. Raises
+    ValueError naming file and line of a row whose `prompt_ids` or `response_ids` are missing or no
+    token ids.
     """
-    rows = []
+    rows, left_out = [], Counter() if left_out is None else left_out
     for path in paths:
         for number, record in _records(Path(path)):
             try:
@@ -89,9 +105,12 @@ def read_corpus(
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
             reply = reply[: loop_start(reply)]
-            reply = reply[: max(0, max_tokens - len(prompt))]
-            if len(reply) < min_reply:
+            room = max(0, max_tokens - len(prompt))
+            if min(room, len(reply)) < min_reply:
+                long = room < min_reply
+                left_out[f"prompt over {max_tokens} tokens" if long else "reply too short"] += 1
                 continue
+            reply = reply[:room]
             rows.append(
                 Row(
                     tokens=np.asarray(prompt + reply, dtype=np.int32),
@@ -104,7 +123,8 @@ def read_corpus(
     if not rows:
         if not paths:
             raise ValueError("name at least one corpus file (--data)")
-        raise ValueError(f"no usable row in {', '.join(str(path) for path in paths)}")
+        names, why = ", ".join(str(path) for path in paths), reasons(left_out)
+        raise ValueError(f"no usable row in {names}" + (f": {why}" if why else ""))
     return rows
 
 
@@ -118,6 +138,11 @@ def _ids(record: Any, key: str) -> list[int]:
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         raise ValueError(f"{key} is not a list of token ids")
     return ids
+
+
+def reasons(left_out: Counter[str]) -> str:
+    """Counts of left-out rows in words; empty without any."""
+    return ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
 
 
 def _records(path: Path) -> Iterator[tuple[int, Any]]:
@@ -158,10 +183,13 @@ def draft_vocabulary(
     return np.sort(order[:size]).astype(np.int64)
 
 
-def fingerprint(rows: Sequence[Row]) -> str:
-    """A hash of the token ids of `rows`, in order."""
+def fingerprint(rows: Sequence[Row], *, supervision: bool = False) -> str:
+    """A hash of the token ids of `rows`, in order; with `supervision` of all that training uses."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(len(row.tokens).to_bytes(4, "big"))
         digest.update(row.tokens.tobytes())
+        if supervision:
+            facts = (row.start, row.source, row.temperature, row.held_out)
+            digest.update(json.dumps(facts).encode())
     return digest.hexdigest()[:16]

@@ -13,10 +13,10 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from paceline.train.blocks import Blocks, draw, make_blocks
 from paceline.train.capture import HEAD_INPUT
 from paceline.train.checkpoint import Origin, export, load_checkpoint, origin, save_checkpoint
 from paceline.train.config import TrainConfig
-from paceline.train.corpus import Row, check_corpus, read_corpus
+from paceline.train.corpus import Corpus, check_corpus, read_corpus, reasons
 from paceline.train.features import (
     FeatureRow,
     load_frozen,
@@ -38,7 +38,8 @@ from paceline.train.features import (
 )
 from paceline.train.logs import Progress, RunLog, Say
 from paceline.train.losses import frozen_head_ce, frozen_head_distance, position_weights
-from paceline.train.ranks import Ranks, join_processes
+from paceline.train.order import Order
+from paceline.train.ranks import Ranks, join_processes, only_run
 from paceline.train.served import Served, served_estimate
 from paceline.train.trainee import Trainee, make_trainee
 
@@ -61,43 +62,20 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, config.steps - warm)))
 
 
-def step_rows(config: TrainConfig, rows: Sequence[FeatureRow], step: int) -> list[FeatureRow]:
-    """The rows of a step: a fresh permutation every epoch, similar lengths together."""
-    size = config.rows_per_step
-    epoch, at = divmod(step, max(1, len(rows) // size))
-    lengths = tuple(len(item.row.tokens) for item in rows)
-    return [rows[i] for i in _epoch_order(lengths, size, config.seed, epoch)[at]]
-
-
-@lru_cache(maxsize=1)
-def _epoch_order(lengths: tuple[int, ...], size: int, seed: int, epoch: int) -> list[list[int]]:
-    rng = random.Random(seed * 1_000_003 + epoch)
-    order = list(range(len(lengths)))
-    rng.shuffle(order)
-    batches: list[list[int]] = []
-    for at in range(0, len(order), 16 * size):  # sort inside small windows only
-        window = sorted(order[at : at + 16 * size], key=lambda i: lengths[i])
-        batches += [window[i : i + size] for i in range(0, len(window), size)]
-    batches = [batch for batch in batches if len(batch) == size] or [order]
-    rng.shuffle(batches)
-    return batches
-
-
-def train_step(
-    config: TrainConfig, trainee: Trainee, rows: Sequence[FeatureRow], step: int
-) -> dict[str, float]:
+def train_step(config: TrainConfig, trainee: Trainee, order: Order, step: int) -> dict[str, float]:
     """One optimiser step; returns loss, gradient norm, learning rate, blocks and positions.
 
     Every process draws the anchors of all rows, so each knows the weight of the whole step, and
     computes its own rows' part of the loss.
     """
-    phase, batch = config.phase_at(step), step_rows(config, rows, step)
+    phase, batch = config.phase_at(step), order.batch(step)
     seeds = [(config.seed, step, r) for r in range(len(batch))]
     blocks = make_blocks(
         [item.row for item in batch],
         anchors=phase.anchors_per_row,
         block_size=phase.block_size,
         choose=draw(phase.anchors_per_row, seeds),
+        limit=trainee.shape.max_position_embeddings,
     )
     labels = trainee.labels(blocks)
     weights = position_weights(labels, config.gamma) * blocks.keep_RA[..., None]
@@ -161,7 +139,9 @@ def _optimise(config: TrainConfig, trainee: Trainee, step: int) -> float:
         found.full_tensor() if isinstance(found, torch.distributed.tensor.DTensor) else found
     )
     if not math.isfinite(norm):
-        raise FloatingPointError(f"step {step}: the gradient is not finite; lower lr or clip")
+        raise ValueError(
+            f"step {step}: the gradient is not finite; set a lower lr or clip, in a new --run-dir"
+        )
     for group in trainee.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     trainee.optimizer.step()
@@ -169,40 +149,46 @@ def _optimise(config: TrainConfig, trainee: Trainee, step: int) -> float:
     return norm
 
 
-def read_rows(config: TrainConfig) -> list[list[Row]]:
+def read_rows(config: TrainConfig) -> list[Corpus]:
     """The rows of each corpus file, shuffled within it: a file added later leaves the features
     captured for the others valid. Raises ValueError for text of another target."""
     check_corpus(config.data, config.target)
     found = []
     for path in config.data:
+        left_out = Counter[str]()
         part = read_corpus(
             [path],
             max_tokens=config.max_tokens,
             min_reply=config.min_reply,
             held_out_share=config.held_out_share,
+            left_out=left_out,
         )
         random.Random(config.seed).shuffle(part)
-        found.append(part)
+        found.append(Corpus(path=path, rows=part, left_out=left_out))
     return found
 
 
-def _check_ids(config: TrainConfig, corpora: Sequence[Sequence[Row]], target: Any) -> None:
+def _check_rows(corpora: Sequence[Corpus], target: Any, log: RunLog) -> None:
+    """Say what each file gives; raise ValueError for tokens that the target does not have."""
     size = target.get_input_embeddings().weight.shape[0]
-    for path, rows in zip(config.data, corpora, strict=True):
-        if (largest := max(int(row.tokens.max()) for row in rows)) >= size:
-            raise ValueError(f"{path} has token {largest}, the target {size} embedding rows")
+    for corpus in corpora:
+        if (largest := max(int(row.tokens.max()) for row in corpus.rows)) >= size:
+            raise ValueError(f"{corpus.path} has token {largest}, the target {size} embedding rows")
+        held = sum(row.held_out for row in corpus.rows)
+        why = f"; left out: {reasons(corpus.left_out)}" if corpus.left_out else ""
+        log.say(f"{corpus.path}: {len(corpus.rows)} rows, {held} of them held out{why}")
 
 
 def feature_rows(
-    config: TrainConfig, target: Any, corpora: Sequence[Sequence[Row]], log: RunLog
+    config: TrainConfig, target: Any, corpora: Sequence[Corpus], log: RunLog
 ) -> list[FeatureRow]:
     """All rows with their features, captured first where they are missing."""
     found: list[FeatureRow] = []
     taps = config.taps if config.loss == "ce" else (*config.taps, HEAD_INPUT)
     width = len(taps) * target.config.get_text_config().hidden_size
     room, used = config.cache_gb, set[str]()
-    for path, rows in zip(config.data, corpora, strict=True):
-        stem = Path(path).name.split(".")[0]
+    for corpus in corpora:
+        rows, stem = corpus.rows, Path(corpus.path).name.split(".")[0]
         name = stem if stem not in used else f"{stem}-{len(used)}"
         used.add(name)
         found += open_features(
@@ -247,19 +233,20 @@ def fit(
     evaluation, ``drafter/``. SIGTERM and SIGINT save first. Under torchrun the processes share the
     rows of each step; they need a common run folder.
 
-    Raises ValueError for text, settings or a checkpoint that do not fit; FloatingPointError for a
-    gradient that is not finite.
+    Raises ValueError for text, settings or a checkpoint that do not fit, a full disk, a run folder
+    that another process trains in, and a gradient that is not finite.
     """
     run = Path(config.run_dir)
     run.mkdir(parents=True, exist_ok=True)
-    with join_processes() as ranks:
-        corpora = read_rows(config)
+    with join_processes() as ranks, only_run(run, ranks):
+        log = RunLog(run, first=ranks.first, say=say, progress=progress)
         dtype = parse_dtype(config.compute, ranks.device)
         target = load_frozen(config.target, dtype).to(ranks.device)
-        _check_ids(config, corpora, target)
+        config = _within_context(config, target, log)
+        corpora = read_rows(config)
+        _check_rows(corpora, target, log)
         made = origin(config, target, corpora)
         checkpoint = run / "checkpoint.pt"
-        log = RunLog(run, first=ranks.first, say=say, progress=progress)
         rows = feature_rows(config, target, corpora, log)
         train = [item for item in rows if not item.row.held_out]
         held = [item for item in rows if item.row.held_out]
@@ -273,7 +260,7 @@ def fit(
         if first:
             log.say(f"resuming behind step {first}")
         watched = _Run(config=config, trainee=trainee, held=held, made=made, log=log, run=run)
-        finished = watched.steps(train, first)
+        finished = watched.steps(Order(train, config.rows_per_step, config.seed), first)
         log.close()
         return Outcome(drafter=run / "drafter", finished=finished)
 
@@ -289,63 +276,78 @@ class _Run:
     log: RunLog
     run: Path
 
-    def steps(self, train: Sequence[FeatureRow], first: int) -> bool:
+    def steps(self, train: Order, first: int) -> bool:
         """Train from step ``first``; False when a signal ended it before the last step."""
         config, ranks, totals = self.config, self.trainee.ranks, self.trainee.totals
-        saved = began = time.monotonic()
-        at_start = totals["positions"]
+        saved = before = time.monotonic()
+        at_start = dict(totals)
         with _noted_signals() as signals:
             for step in range(first, config.steps):
                 figures = train_step(config, self.trainee, train, step)
+                now = time.monotonic()
+                figures["seconds"], before = now - before, now
                 for name in totals:
-                    totals[name] += figures[name]
+                    totals[name] += figures.pop(name)
                 done, last = step + 1, step + 1 == config.steps
-                late = time.monotonic() - saved > config.checkpoint_seconds
+                late = now - saved > config.checkpoint_seconds
                 # What one process notices, all do behind the same step.
                 loss, stop, save = ranks.sum(figures["loss"], len(signals), late)
                 if done % _LOG_EVERY == 0 or last:
-                    spent = time.monotonic() - began
-                    rate = round((totals["positions"] - at_start) / spent)
-                    self._tell(done, figures | {"loss": loss, "positions_per_second": rate}, spent)
+                    new = {name: totals[name] - at_start[name] for name in totals}
+                    rate = round(new["positions"] / max(new["seconds"], 1e-9))
+                    self._tell(done, figures | {"loss": loss, "positions_per_second": rate})
                 if done % config.eval_every == 0 or last:
-                    self._evaluate(done, time.monotonic() - began)
+                    self._evaluate(done)
                 if save or stop or last:
                     save_checkpoint(self.run / "checkpoint.pt", self.trainee, done, self.made)
                     saved = time.monotonic()
                 if stop and not last:
                     self.log.say(f"stopped behind step {done}, saved; run again to resume")
                     return False
+        if not (self.run / "drafter").exists():  # finished before, and deleted since
+            self._evaluate(config.steps)
         return True
 
-    def _tell(self, done: int, figures: dict[str, float], seconds: float) -> None:
-        self.log.write(done, figures | {"seconds": round(seconds, 1)} | self._totals())
+    def _tell(self, done: int, figures: dict[str, float]) -> None:
+        self.log.write(done, figures | self._totals())
         loss, rate = figures["loss"], figures["positions_per_second"]
         self.log.progress(f"loss {loss:.3f}, {rate} positions/s", done, self.config.steps)
 
     def _totals(self) -> dict[str, float]:
         return {f"total_{name}": value for name, value in self.trainee.totals.items()}
 
-    def _evaluate(self, done: int, seconds: float) -> None:
+    def _evaluate(self, done: int) -> None:
         """Log the served-acceptance estimate and export the drafter."""
         config = self.config
         sources = served_estimate(self.trainee, self.held, config.block_size, config.eval_rows)
         total = sum(sources.values(), Served())
-        result: dict[str, Any] = {
-            "served_estimate": round(total.acceptance_length, 4),
-            "served_rounds": int(total.verify_rounds),
-            "served_by_source": {n: round(s.acceptance_length, 4) for n, s in sources.items()},
-        }
-        self.log.write(done, result | {"seconds": round(seconds, 1)} | self._totals())
+        result: dict[str, Any] = {"served_rounds": int(total.verify_rounds)}
+        if total.verify_rounds:
+            each = {n: round(s.acceptance_length, 4) for n, s in sources.items()}
+            result["served_estimate"] = round(total.acceptance_length, 4)
+            result["served_by_source"] = each
+        self.log.write(done, result | self._totals())
         if not total.verify_rounds:
             self.log.say(f"step {done}: no held-out greedy row, so no served-acceptance estimate")
         else:
-            each = ", ".join(f"{n or 'text'} {s.acceptance_length:.3f}" for n, s in sources.items())
+            parts = [f"{n or 'text'} {s.acceptance_length:.3f}" for n, s in sources.items()]
             self.log.say(
                 f"step {done}: served-acceptance estimate {total.acceptance_length:.3f} "
-                f"({each}; {total.verify_rounds:.0f} rounds)"
+                f"({', '.join(parts)}; {total.verify_rounds:.0f} rounds)"
             )
         figures = {"step": done} | result | self.trainee.totals
         export(self.trainee, self.run / "drafter", self.made.provenance(figures))
+
+
+def _within_context(config: TrainConfig, target: Any, log: RunLog) -> TrainConfig:
+    """Rows are cut where the target's positions end."""
+    limit = target.config.get_text_config().max_position_embeddings
+    if config.max_tokens <= limit:
+        return config
+    log.say(
+        f"max_tokens is {limit} instead of {config.max_tokens}: the target has no more positions"
+    )
+    return config.replace(max_tokens=limit)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def _keep_until(path: Path, step: int) -> None:
             record = json.loads(line)
         except ValueError:
             continue
-        if record["step"] <= step:
+        if isinstance(record, dict) and record.get("step", step + 1) <= step:
             kept.append(line + "\n")
     work = path.with_suffix(".tmp")
     work.write_text("".join(kept))

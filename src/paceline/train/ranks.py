@@ -5,10 +5,12 @@ Does not know what is trained.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -60,3 +62,22 @@ def join_processes() -> Iterator[Ranks]:
         yield Ranks(rank=dist.get_rank(), world=world, device=device)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def only_run(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Keep other runs out of a folder; the lock ends with the process, however that ends.
+
+    Raises ValueError when another process trains there.
+    """
+    if not ranks.first:
+        yield
+        return
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{folder}: another process trains there; name another --run-dir"
+            ) from None
+        yield

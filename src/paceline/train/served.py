@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -59,7 +60,7 @@ def served_estimate(
     the target's own greedy reply that is exactly what greedy decoding accepts, near ties of lower
     precision aside. A token outside the draft vocabulary is wrong, as it will be.
     """
-    greedy = [item for item in rows if item.row.greedy][:limit]
+    greedy = _spread([item for item in rows if item.row.greedy], limit)
     sources = sorted({item.row.source for item in greedy})
     counts = {name: Served() for name in sources}
     for item, runs in _runs(trainee, greedy, block_size):
@@ -71,6 +72,15 @@ def served_estimate(
         name: Served(committed_tokens=c, verify_rounds=r)
         for name, c, r in zip(sources, committed, rounds, strict=True)
     }
+
+
+def _spread(rows: Sequence[FeatureRow], limit: int) -> list[FeatureRow]:
+    """Up to ``limit`` rows, the sources in turn: a small one counts, too."""
+    of_source: dict[str, list[FeatureRow]] = {}
+    for item in rows:
+        of_source.setdefault(item.row.source, []).append(item)
+    turns = zip_longest(*of_source.values())
+    return [item for turn in turns for item in turn if item is not None][:limit]
 
 
 def _runs(
@@ -93,7 +103,11 @@ def _part_runs(trainee: Trainee, part: Sequence[FeatureRow], block_size: int) ->
     places = max(1, *(len(item.row.reply) - 1 for item in part))
     anchors = -(-places // 32) * 32
     blocks = make_blocks(
-        [item.row for item in part], anchors=anchors, block_size=block_size, choose=every
+        [item.row for item in part],
+        anchors=anchors,
+        block_size=block_size,
+        choose=every,
+        limit=trainee.shape.max_position_embeddings,
     )
     features, _ = trainee.features(part, blocks.width)
     drafts = trainee.model(blocks, features)

@@ -17,7 +17,13 @@ from paceline.train.features import FeatureRow
 
 _MUST_AGREE = (  # what the weights of an earlier drafter were trained with
     "hidden_size",
+    "intermediate_size",
     "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "attention_bias",
+    "vocab_size",
     "target_layer_ids",
     "mask_token_id",
     "causal",
@@ -26,49 +32,82 @@ _MUST_AGREE = (  # what the weights of an earlier drafter were trained with
     "rms_norm_eps",
     "rope_theta",
 )
+# Of a target layer that can be copied: the parts it may have, and no others.
+_LAYER_PARTS = {
+    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"},
+    "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
+}
 
 
 @torch.no_grad()
 def embedding_table(target: Any, dtype: torch.dtype) -> Tensor:
     """Input embeddings [V, D] as the target's own forward sees them (some models scale them)."""
     module = target.get_input_embeddings()
-    out: Tensor = module(torch.arange(module.weight.shape[0])).to(dtype)
+    ids = torch.arange(module.weight.shape[0], device=module.weight.device)
+    out: Tensor = module(ids).to(dtype)
     return out
 
 
-def drafter_config(config: TrainConfig, target: Any) -> DFlashConfig:
-    """The drafter's shape for a loaded target; see ``drafter_shape``."""
-    return drafter_shape(config, target.config)
-
-
-def drafter_shape(config: TrainConfig, text: Any) -> DFlashConfig:
+def drafter_shape(config: TrainConfig, target: Any) -> DFlashConfig:
     """The drafter's shape from the target's Hugging Face config: the layer shape is the target's.
 
+    What a target does not have (rotary positions, grouped keys, RMS norms) gets the usual value.
     Raises ValueError for taps, a mask id or ``init_layers`` that the target does not have.
     """
+    text = target.get_text_config()
     if bad := [i for i in config.init_layers if not 0 <= i < text.num_hidden_layers]:
         raise ValueError(
             f"init_layers {bad}: the target has layers 0..{text.num_hidden_layers - 1}"
         )
-    rope = text.rope_parameters or {}
-    heads = text.num_attention_heads
+    heads, reduced = text.num_attention_heads, config.draft_vocab_size
+    eps = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     return DFlashConfig(
         hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         num_hidden_layers=config.draft_layers,
         num_attention_heads=heads,
-        num_key_value_heads=text.num_key_value_heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocab_size=text.vocab_size,
         block_size=config.block_size,
         num_target_layers=text.num_hidden_layers,
         mask_token_id=config.mask_token_id,
         target_layer_ids=config.taps,
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
-        rms_norm_eps=text.rms_norm_eps,
+        rope_theta=_rope_theta(text),
+        rms_norm_eps=next((getattr(text, name) for name in eps if hasattr(text, name)), 1e-6),
         max_position_embeddings=text.max_position_embeddings,
-        draft_vocab_size=config.draft_vocab_size,
+        draft_vocab_size=None if reduced == text.vocab_size else reduced,
     )
+
+
+def _rope_theta(text: Any) -> float:
+    """The rotary base of the layers that see the whole context; 10000 for a target without one.
+
+    Targets with several kinds of layers keep the settings of each kind by itself.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, rope.get("full_attention") or {}):
+        if "rope_theta" in part:
+            return float(part["rope_theta"])
+    if rope:
+        raise ValueError(f"the target's rope_parameters have no rope_theta: {rope}")
+    return float(getattr(text, "rope_theta", None) or 10000.0)
+
+
+@torch.no_grad()
+def check_head(target: Any, tokens_S: Tensor) -> None:
+    """Raise ValueError unless the target's logits are its head applied to its last state.
+
+    Distances to its distribution are taken that way; scaled or soft-capped logits would be another
+    distribution. (The most probable token, and so the cross-entropy of greedy text, is the same.)
+    """
+    ids = tokens_S.long()[None].to(target.get_input_embeddings().weight.device)
+    state = target.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    product = state @ target.get_output_embeddings().weight.T
+    logits = target(input_ids=ids, use_cache=False).logits
+    if float((product - logits).abs().max()) > 0.05 * float(logits.abs().max()):
+        raise ValueError("the target scales or caps its logits: only loss=ce can be used")
 
 
 def parameter_count(shape: DFlashConfig) -> int:
@@ -102,7 +141,9 @@ def start_module(
             old, new = getattr(theirs, name), getattr(shape, name)
             if old != new:
                 raise ValueError(f"{config.init_from} has {name} {old}, this run {new}")
-        return module
+        mine = DFlashModule(shape)
+        mine.load_state_dict(module.state_dict())
+        return mine
     module = DFlashModule(shape)
     generator = torch.Generator().manual_seed(config.seed)
     init_random(module, generator)
@@ -110,12 +151,34 @@ def start_module(
         module.fc.weight.div_(rms)
         return module
     layers = target.get_decoder().layers
+    for source in config.init_layers:
+        _check_layer(layers[source], source)
     sample = torch.cat([item.tensor()[1:].cpu().float() for item in rows[:16]])
     for i, source in enumerate(config.init_layers):
         _copy_layer(module.layers[i], layers[source], shape, config.taps, source, sample)
     _start_fc(module, config, rms, generator)
-    module.norm.weight.copy_(0.33 * target.get_decoder().norm.weight.float())
+    module.norm.weight.copy_(0.33 * _gain(target.get_decoder().norm))
     return module
+
+
+def _gain(norm: Any) -> Tensor:
+    """What an RMS norm multiplies by [D], in float32: not its weight in every family."""
+    ones = torch.ones(norm.weight.shape, dtype=torch.float32, device=norm.weight.device)
+    out: Tensor = norm(ones).float().cpu()
+    return out
+
+
+def _check_layer(layer: Any, number: int) -> None:
+    """Raise ValueError for a target layer that a draft layer cannot begin as."""
+    for name, known in _LAYER_PARTS.items():
+        part = layer.get_submodule(name)
+        found = {child for child, _ in part.named_children()}
+        biased = any(weight.endswith(".bias") for weight, _ in part.named_parameters())
+        if biased or found - known or known - found - {"q_norm", "k_norm", "rotary_emb", "act_fn"}:
+            raise ValueError(
+                f"init_layers: the target's layer {number} is not built like a draft layer; "
+                "set init_layers=[] and layers=2 for a random start"
+            )
 
 
 def _copy_layer(
@@ -123,13 +186,15 @@ def _copy_layer(
 ) -> None:
     """Copy one target layer. Its input norm is folded into q, k and v, because the context does
     not pass through the drafter's input norm; q/k norms become the target's mean q/k magnitude."""
-    gain = theirs.input_layernorm.weight.float()
+    gain = _gain(theirs.input_layernorm)
     for name in ("q_proj", "k_proj", "v_proj"):
-        getattr(mine.self_attn, name).weight.copy_(getattr(theirs.self_attn, name).weight * gain)
+        getattr(mine.self_attn, name).weight.copy_(
+            getattr(theirs.self_attn, name).weight.cpu() * gain
+        )
     mine.self_attn.o_proj.weight.copy_(theirs.self_attn.o_proj.weight)
     for name in ("gate_proj", "up_proj", "down_proj"):
         getattr(mine.mlp, name).weight.copy_(getattr(theirs.mlp, name).weight)
-    mine.post_attention_layernorm.weight.copy_(theirs.post_attention_layernorm.weight)
+    mine.post_attention_layernorm.weight.copy_(_gain(theirs.post_attention_layernorm))
     near = min(range(len(taps)), key=lambda j: abs(taps[j] + 1 - source))
     states = sample[:, near * shape.hidden_size : (near + 1) * shape.hidden_size]
     states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + shape.rms_norm_eps)

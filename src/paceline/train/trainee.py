@@ -21,7 +21,13 @@ from paceline.train.config import TrainConfig
 from paceline.train.corpus import count_tokens, draft_vocabulary
 from paceline.train.features import FeatureRow, stack_features
 from paceline.train.ranks import Ranks
-from paceline.train.start import drafter_config, embedding_table, feature_scales, start_module
+from paceline.train.start import (
+    check_head,
+    drafter_shape,
+    embedding_table,
+    feature_scales,
+    start_module,
+)
 
 
 class DraftStates(nn.Module):
@@ -79,7 +85,9 @@ class Trainee:
     vocabulary: Tensor | None  # target ids [V'] of the draft vocabulary
     to_draft: Tensor  # [V] draft index of a target id, -100 outside the draft vocabulary
     ranks: Ranks
-    totals: dict[str, float] = field(default_factory=lambda: {"blocks": 0.0, "positions": 0.0})
+    totals: dict[str, float] = field(
+        default_factory=lambda: {"blocks": 0.0, "positions": 0.0, "seconds": 0.0}
+    )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,7 +106,8 @@ class Trainee:
         """
         found = stack_features(rows, width).to(self.ranks.device)
         F = len(self.rms_F)
-        scaled = found[..., :F] / self.rms_F.to(found.dtype)
+        # In float32: `fused` divides the weights by these very numbers.
+        scaled = found[..., :F].float() / self.rms_F
         return scaled.to(self.dtype), found[..., F:].to(self.dtype)
 
     @contextmanager
@@ -136,8 +145,12 @@ def make_trainee(
     """Build the drafter, its masters and its optimiser at step 0, the same on every process."""
     ranks = ranks or Ranks()
     named = None if tokenizer is None else vocabulary_fingerprint(tokenizer)
-    shape = replace(drafter_config(config, target), vocabulary_fingerprint=named)
+    shape = replace(drafter_shape(config, target.config), vocabulary_fingerprint=named)
+    if config.loss != "ce":
+        check_head(target, torch.from_numpy(rows[0].row.tokens))
     rms = feature_scales(rows[:256])[: shape.feature_size]
+    if not rms.isfinite().all():
+        raise ValueError("the target's tapped states hold NaN or infinity; try compute=fp32")
     drafter = start_module(config, shape, target, rows, rms).float()
     with torch.no_grad():
         drafter.fc.weight.mul_(rms)
