@@ -23,6 +23,7 @@ from bench_example import example_bench
 from harness import TableCache, TableLM, TableTarget
 from paceline import pipeline as pipelines
 from paceline.cli import app
+from paceline.cli.bench import show
 from paceline.core import Draft, DraftContext, Noise, SamplingParams, Verdict
 from paceline.decode import loop
 from paceline.decode.accept import match
@@ -403,6 +404,16 @@ def test_the_command_writes_the_documented_file(
     keys |= {*found["target"], *found["environment"], *found["runs"][0]["seconds"]}
     assert not keys - documented
     assert str(tmp_path) not in out.read_text()
+
+
+def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    text = json.dumps(example_bench())
+    names = {"builtin": "[/red]", "dflash": "[bold]d:smile:", "code": "[x] c", "smollm2": "[/b]s"}
+    for old, new in names.items():
+        text = text.replace(json.dumps(old), json.dumps(new))
+    show(json.loads(text))
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names.values())
 
 
 def test_the_command_exits_1_on_a_bug_and_names_it(

@@ -113,7 +113,8 @@ def show(found: dict[str, Any]) -> None:
     head = (
         f"{found['target']['name']}, {here['device']}, {here['dtype']}, {here['threads']} threads"
     )
-    console.print(f"{head}, at most {tokens} new tokens", highlight=False)
+    line = f"{head}, at most {tokens} new tokens"
+    console.print(line, markup=False, emoji=False, highlight=False)
     runs = sorted(found["runs"], key=lambda run: (run["temperature"], run["batch_size"]))
     console.print(_totals([run for run in runs if run["category"] is None]))
     split = [run for run in runs if run["category"] is not None and run["method"] != "plain"]
@@ -123,6 +124,7 @@ def show(found: dict[str, Any]) -> None:
 
 def _totals(runs: list[dict[str, Any]]) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("task", "method")
     for name in ("batch", "T", "requests", "acceptance length", "tok/s", "speed-up", "median"):
@@ -131,8 +133,8 @@ def _totals(runs: list[dict[str, Any]]) -> Any:
         table.add_column(name, justify="right")
     for run in runs:
         table.add_row(
-            run["task"],
-            run["method"],
+            Text(run["task"]),  # names are the user's: a Text has no markup
+            Text(run["method"]),
             str(run["batch_size"]),
             f"{run['temperature']:g}",
             str(run["requests"]),
@@ -142,7 +144,7 @@ def _totals(runs: list[dict[str, Any]]) -> Any:
             _shown(run["speedup_median"], ".2f", "x"),
             str(run["identical_to_plain"]),
             str(run["near_ties"]),
-            f"[red]{run['bugs']}[/red]" if run["bugs"] else "0",
+            Text(str(run["bugs"]), style="red" if run["bugs"] else ""),
             f"{run['looping_share']:.0%}",
             _shown(run["without_loops"]["speedup_vs_plain"], ".2f", "x"),
         )
@@ -152,11 +154,12 @@ def _totals(runs: list[dict[str, Any]]) -> Any:
 def _categories(runs: list[dict[str, Any]]) -> Any:
     """A column a method: acceptance length and speed-up."""
     from rich.table import Table
+    from rich.text import Text
 
     methods = list(dict.fromkeys(run["method"] for run in runs))
     table = Table("task", "category", "batch", "T", "requests")
     for method in methods:
-        table.add_column(f"{method}: length, speed-up", justify="right")
+        table.add_column(Text(f"{method}: length, speed-up"), justify="right")
     rows: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         setting = (str(run["batch_size"]), f"{run['temperature']:g}", str(run["requests"]))
@@ -164,7 +167,7 @@ def _categories(runs: list[dict[str, Any]]) -> Any:
         cell = f"{length:.2f}  {_shown(faster, '.2f', 'x')}"
         rows.setdefault((run["task"], run["category"], *setting), []).append(cell)
     for place, cells in rows.items():
-        table.add_row(*place, *cells)
+        table.add_row(*map(Text, place), *cells)
     return table
 
 

@@ -58,17 +58,18 @@ def train(
 
     Example: paceline train dflash --target path/to/model --data replies.jsonl --set layers=2
     """
-    from paceline.recipes import find_recipe, takes_target
+    from paceline.recipes import find_recipe, takes
     from paceline.train.config import parse_settings
 
-    files, chosen, given = tuple(map(str, data or ())), find_recipe(recipe), {}
-    if takes_target(chosen):
-        given = {} if target is None else {"target": target}
-    elif target is not None:
-        raise ValueError(f"{recipe} is for one target; `dflash` takes --target")
-    elif dry_run and not files:
+    files, chosen = tuple(map(str, data or ())), find_recipe(recipe)
+    changes = dict(parse_settings(settings or []))
+    if target is not None:
+        if "target" not in takes(chosen):
+            raise ValueError(f"{recipe} is for one target; `dflash` takes --target")
+        changes["target"] = target
+    if dry_run and not files and not takes(chosen):
         files = ("FILE (--data)",)
-    changes = parse_settings(settings or [])
+    given = {key: value for key, value in changes.items() if key in takes(chosen)}
     config = chosen(files, run_dir=str(run_dir), **given).replace(**changes)
     if dry_run:
         show(config)
@@ -98,14 +99,14 @@ def _bar() -> Iterator[tuple[Callable[[str], None], Callable[[str, int, int], No
     if not console.is_terminal:
         yield typer.echo, lambda what, done, total: typer.echo(f"{done}/{total} {what}")
         return
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("starting", total=None)
 
         def move(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
-        yield lambda line: bar.console.print(line, markup=False, highlight=False), move
+        yield lambda line: bar.console.print(line, markup=False, emoji=False, highlight=False), move
 
 
 def show(config: TrainConfig) -> None:

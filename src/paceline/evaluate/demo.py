@@ -57,7 +57,8 @@ def run_demo(target: str, drafter: str, dtype: str, max_new_tokens: int) -> dict
     import paceline
 
     console = Console()
-    console.print(f"Loading {target} ({dtype}, {torch.get_num_threads()} threads) ...")
+    line = f"Loading {target} ({dtype}, {torch.get_num_threads()} threads) ..."
+    console.print(line, markup=False, emoji=False)
     pipeline = paceline.load(target, drafter, dtype=dtype)
     params = SamplingParams(max_tokens=max_new_tokens)
     traced(pipeline, [DEMO_PROMPTS[0][1]], SamplingParams(max_tokens=16))  # warm up kernels
