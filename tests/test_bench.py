@@ -425,7 +425,7 @@ def test_the_command_exits_1_on_a_bug_and_names_it(
     monkeypatch.setattr(NgramDrafter, "_lookup", lambda self, tokens: [7, 7])
     done = command(monkeypatch, *given)
     assert done.exit_code == 1
-    assert "bug: ngram, letters row 0 turn 0, batch 1, T 0.0: token 0 is 7" in done.stderr
+    assert "bug: ngram, letters row 0 turn 0, batch 1, T 0.0: token 1 is 7" in done.stderr
 
 
 @pytest.mark.parametrize(

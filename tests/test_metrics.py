@@ -46,9 +46,9 @@ def test_matches_after_a_rejection_are_not_accepted() -> None:
 
     model = TableLM.cycle(11)
     truth = [t % 10 for t in range(1, 40)]
-    row = new_row([0], SamplingParams(max_tokens=8))
+    row = new_row([0], SamplingParams(max_tokens=9))  # the prefill and four rounds
     decode(model, [row], Drafter(truth={0: truth}, vocab=11, block=4), match)
-    assert row.output == truth[:8]
+    assert row.output == truth[:9]
     figures = acceptance([finished(row)])
     assert figures.accepted_rounds == {1: figures.verify_rounds}
     assert figures.acceptance_length_pooled == 2.0

@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from harness import FreshNoise, Scripted, TableDrafter, TableLM, decode, drafters, new_row, truths
-from paceline.core import AcceptRule, Draft, Drafter, Law, Row, SamplingParams, Verdict
+from paceline.core import AcceptRule, Draft, Drafter, Law, Round, Row, SamplingParams, Verdict
 from paceline.decode.accept import match, rejection
 from paceline.decode.warp import TargetLaw, inverse_cdf, shape_probs, warp
 
@@ -53,6 +53,7 @@ def test_scripted_pattern_is_what_gets_accepted() -> None:
     assert [r.accepted for r in row.rounds[:4]] == [0, 3, 7, 1]
 
 
+PREFILL = Round(drafted=0, accepted=0, committed=1)  # behind it, else the first is not drafted
 EXACT = SamplingParams(temperature=0.7, max_tokens=2)
 CUT = SamplingParams(temperature=0.7, top_k=4, max_tokens=2)
 CUTS = SamplingParams(temperature=1.3, top_p=0.9, min_p=0.05, max_tokens=2)
@@ -67,6 +68,8 @@ def p_value(
     while left > 0:
         size = min(left, 4000)
         batch = [new_row([1, 2], params, noise=FreshNoise(source)) for _ in range(size)]
+        for row in batch:
+            row.rounds.append(PREFILL)
         decode(model, batch, drafter, accept, slots=size)
         counts.update(tuple(row.output) for row in batch)
         left -= size

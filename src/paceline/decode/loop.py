@@ -49,7 +49,8 @@ class Session:
     """B rows that decode together; rows join with ``add`` and leave when they finish.
 
     ``step`` runs one round over the live rows and returns the ids each committed. A fresh row's
-    first round is its prefill: it scores its prompt, with drafts only if its drafter needs no taps.
+    first round is its prefill: it scores its prompt and nothing is drafted for it, whatever the
+    drafter, so that no draft escapes the metrics, which begin behind it. Engines do the same.
     """
 
     target: Scorer
@@ -77,14 +78,14 @@ class Session:
         """One round: draft -> stages -> score -> accept -> commit. Returns committed ids per row."""
         began = time.perf_counter()
         rows = self.rows
-        ctx = DraftContext(rows=rows, state=self.state)
-        draft = self.drafter.propose(ctx) if self.drafter else Draft.empty(len(rows))
+        ctx = DraftContext(rows=[row for row in rows if row.rounds], state=self.state)
+        draft = self.drafter.propose(ctx) if self.drafter and ctx.rows else Draft.empty(len(rows))
         drafted = refined = time.perf_counter()
-        if self.stages:
+        if self.stages and ctx.rows:
             for stage in self.stages:
                 draft = stage(draft, ctx)
             refined = time.perf_counter()
-        draft = _within_budget(draft, rows)
+        draft = _within_budget(_of_all(draft, rows), rows)
         scored = self.target.score(draft, rows, self.cache, self.taps)
         verified = time.perf_counter()
         verdict = self.accept(draft, warp(scored.logits_TV, draft, rows), rows)
@@ -133,6 +134,28 @@ def _taps_of(taps_TF: Tensor, first: int, waiting: int, path: list[int]) -> Tens
         return taps_TF[first : first + waiting + len(path)]
     kept = list(range(first, first + waiting)) + [first + waiting + node for node in path]
     return taps_TF[torch.tensor(kept, device=taps_TF.device)]
+
+
+def _of_all(draft: Draft, rows: Sequence[Row]) -> Draft:
+    """The draft of the rows past their first round as a draft of all rows; the others' are empty."""
+    if len(draft.sizes_B) == len(rows):
+        return draft
+    later = [b for b, row in enumerate(rows) if row.rounds]
+    sizes = [0] * len(rows)
+    for b, size in zip(later, draft.sizes_B, strict=True):
+        sizes[b] = size
+
+    def spread(part: Tensor) -> Tensor:
+        whole = part.new_zeros(len(rows), *part.shape[1:])
+        whole[later] = part
+        return whole
+
+    return Draft(
+        tokens_BN=spread(draft.tokens_BN),
+        parents_BN=spread(draft.parents_BN),
+        sizes_B=sizes,
+        probs_BNV=None if draft.probs_BNV is None else spread(draft.probs_BNV),
+    )
 
 
 def _within_budget(draft: Draft, rows: Sequence[Row]) -> Draft:

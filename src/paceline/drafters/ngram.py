@@ -39,7 +39,7 @@ class NgramDrafter:
         sizes = []
         for b, row in enumerate(ctx.rows):
             row.features.clear()
-            found = self._lookup(np.asarray(row.tokens))  # a fresh row drafts with its prefill
+            found = self._lookup(np.asarray(row.tokens))
             tokens[b, : len(found)] = torch.tensor(found, dtype=torch.int64)
             sizes.append(len(found))
         return Draft.chain(tokens, sizes)
