@@ -324,6 +324,25 @@ def test_the_mask_is_a_token_that_nothing_uses() -> None:
         unused_token(smollm2, 49152, {2})
 
 
+def test_taps_and_mask_can_be_named_where_none_can_be_found(
+    stranger: tuple[Path, Path], tmp_path: Path
+) -> None:
+    _, rows = stranger
+    size = len(byte_tokenizer(CHATML))
+    tiny_model("llama", num_hidden_layers=3, vocab_size=size).save_pretrained(tmp_path / "model")
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    words = ["train", "dflash", "--target", str(tmp_path / "model"), "--data", str(rows)]
+    for given, missing in [([], "mask_token_id=ID"), (["--set", "mask_token_id=7"], "taps=")]:
+        found = run(*words, "--dry-run", *given)
+        assert isinstance(found.exception, ValueError) and missing in str(found.exception)
+    named = ["--set", "mask_token_id=7", "--set", "taps=[0,1]"]
+    shown = run(*words, "--dry-run", *named)
+    assert "mask_token_id=7" in shown.output and "taps=[0, 1]" in shown.output
+    assert "max_tokens=128" in shown.output  # the target's positions
+    found = run(*words, "--dry-run", *named, "--set", "taps=[0]")
+    assert "taps is set twice" in str(found.exception)
+
+
 def test_a_target_is_only_for_the_recipe_that_takes_one(stranger: tuple[Path, Path]) -> None:
     model, rows = stranger
     found = run("train", "qwen3_8b_dflash", "--target", str(model), "--data", str(rows))

@@ -45,9 +45,9 @@ def find_recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def takes_target(recipe: Recipe) -> bool:
-    """Whether a recipe is for any target."""
-    return "target" in inspect.signature(recipe).parameters
+def takes(recipe: Recipe) -> set[str]:
+    """What a recipe can be told before it looks at the target: `target`, for one for any target."""
+    return set(inspect.signature(recipe).parameters) - {"data", "run_dir"}
 
 
 def list_recipes() -> list[dict[str, str]]:
@@ -55,7 +55,7 @@ def list_recipes() -> list[dict[str, str]]:
     return [
         {
             "name": name,
-            "target": "any" if takes_target(recipe) else recipe(("FILE",)).target,
+            "target": "any" if "target" in takes(recipe) else recipe(("FILE",)).target,
             "purpose": (inspect.getdoc(recipe) or "").partition("\n")[0],
         }
         for name, recipe in RECIPES.items()

@@ -17,30 +17,40 @@ _EPOCHS, _ROWS_PER_STEP, _MAX_TOKENS = 6, 8, 3072
 
 
 def dflash(
-    data: tuple[str, ...], run_dir: str = "runs/dflash", *, target: str = "smollm2"
+    data: tuple[str, ...],
+    run_dir: str = "runs/dflash",
+    *,
+    target: str = "smollm2",
+    taps: tuple[int, ...] | None = None,
+    mask_token_id: int | None = None,
 ) -> TrainConfig:
     """A DFlash drafter for any target (--target): the paper's shape and learning rate, six epochs.
 
-    Taps by the paper's rule; the mask id is `unused_token`'s. Five layers, blocks of 16, the whole
-    vocabulary. Raises ValueError when the text or the target's files cannot be read.
+    Taps by the paper's rule and `unused_token`'s mask id, if they are not given. Five layers, blocks
+    of 16, the whole vocabulary. Raises ValueError when the text or the target's files cannot be
+    read.
     """
     text = _text_config(target)
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         raise ValueError(f"{target} has no tokenizer files; a drafter needs its vocabulary")
-    rows = read_corpus(data, max_tokens=_MAX_TOKENS, min_reply=4, held_out_share=0.02)
+    longest = min(_MAX_TOKENS, text.max_position_embeddings)
+    rows = read_corpus(data, max_tokens=longest, min_reply=4, held_out_share=0.02)
+    mask = mask_token_id
+    if mask is None:
+        mask = unused_token(tokenizer, text.vocab_size, _stop_ids(text))
     trained = sum(not row.held_out for row in rows)
     return TrainConfig(
         target=target,
         data=data,
         run_dir=run_dir,
-        taps=tuple(dict.fromkeys(default_target_layers(text.num_hidden_layers, 5))),
+        taps=taps or _default_taps(text.num_hidden_layers),
         layers=5,
         block_size=16,
         phases=(Phase(share=1.0, block_size=16, anchors_per_row=256),),
-        mask_token_id=unused_token(tokenizer, text.vocab_size, _stop_ids(text)),
+        mask_token_id=mask,
         gamma=7.0,
-        max_tokens=_MAX_TOKENS,
+        max_tokens=longest,
         lr=6e-4,
         rows_per_step=_ROWS_PER_STEP,
         rows_per_shard=16,
@@ -73,6 +83,13 @@ def unused_token(tokenizer: Any, vocab_size: int, stop_ids: set[int]) -> int:
             "the tokenizer has no unused token for the mask; name one: --set mask_token_id=ID"
         )
     return int(max(spare))
+
+
+def _default_taps(layers: int) -> tuple[int, ...]:
+    """Of a target with few layers fewer than five."""
+    if layers < 4:
+        raise ValueError(f"the target has {layers} layers; name those to tap: --set taps=[0]")
+    return tuple(dict.fromkeys(default_target_layers(layers, 5)))
 
 
 def _stop_ids(text: Any) -> set[int]:

@@ -142,7 +142,7 @@ class TrainConfig:
             raise ValueError("the shares of the phases must sum to 1")
         if self.phases[-1].block_size != self.block_size:
             last = json.dumps(
-                asdict(dataclasses.replace(self.phases[-1], share=1.0, block_size=self.block_size))
+                asdict(dataclasses.replace(self.phases[-1], block_size=self.block_size))
             )
             raise ValueError(
                 f"the last phase has blocks of {self.phases[-1].block_size}, the drafter of "

@@ -86,7 +86,7 @@ class Trainee:
     to_draft: Tensor  # [V] draft index of a target id, -100 outside the draft vocabulary
     ranks: Ranks
     totals: dict[str, float] = field(
-        default_factory=lambda: {"blocks": 0.0, "positions": 0.0, "seconds": 0.0}
+        default_factory=lambda: dict.fromkeys(("blocks", "positions", "seconds"), 0.0)
     )
 
     @property
