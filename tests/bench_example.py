@@ -46,13 +46,15 @@ def example_bench() -> dict[str, Any]:
             name = {**setting, "category": category, **conditions}
             replies += [{**name, "row": i, **_entry(reply)} for i, reply in enumerate(some)]
     return {
-        "schema": {"name": "paceline-bench", "version": 1},
+        "schema": {"name": "paceline-bench", "version": 2},
         "environment": {
             "paceline": "0.1.0",
             "python": "3.12.3",
             "torch": "2.13.0",
             "transformers": "5.24.0",
+            "commit": None,
             "device": "cpu",
+            "device_name": "Example CPU 9000",
             "machine": "x86_64",
             "threads": 2,
             "dtype": "bf16",
@@ -85,6 +87,7 @@ def example_bench() -> dict[str, Any]:
                 "drafter": name,
                 "stages": [],
                 "weights": "3f9c2a70b1d4e856" if name == "dflash" else None,
+                "accept": "match",
             }
             for name in METHODS
         ],
@@ -170,11 +173,14 @@ def _figures(some: list[dict[str, Any]]) -> dict[str, Any]:
         "seconds": seconds,
         "prefill_seconds": prefill,
         "forward_passes": sum(one["passes"] for one in some),
+        "rows_per_pass": counts.verify_rounds / sum(one["passes"] for one in some),
+        "unfilled_requests": 0,
         "tokens_per_second": tokens / seconds["total"],
         "speedup_vs_plain": plain / seconds["total"],
         "speedup_median": statistics.median(ratios),
         "speedup_end_to_end": (plain + prefill) / (seconds["total"] + prefill),
         "chunks": len(some),
+        "measurements": len(some),
         "identical_to_plain": verdicts.count("identical"),
         "near_ties": verdicts.count("near-tie"),
         "bugs": 0,

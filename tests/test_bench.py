@@ -31,9 +31,10 @@ from paceline.decode.warp import inverse_cdf, shape_probs
 from paceline.drafters.ngram import NgramDrafter
 from paceline.evaluate import bench as benches
 from paceline.evaluate import methods
-from paceline.evaluate.bench import Bench, BenchArguments, SideFile, document, header, side_path
-from paceline.evaluate.entries import Entry
+from paceline.evaluate.bench import Bench, BenchArguments, document, header
+from paceline.evaluate.entries import Entry, summarise
 from paceline.evaluate.methods import parse_method, parse_methods
+from paceline.evaluate.side import SideFile, side_path
 from paceline.evaluate.tasks import load_tasks
 from paceline.evaluate.verify import ExactArithmetic, judge, sampling_margin
 from paceline.pipeline import Pipeline
@@ -143,7 +144,11 @@ def arguments(prompts: Path, **changes: Any) -> BenchArguments:
 
 
 def measure(
-    given: BenchArguments, out: Path | None = None, table: TableLM = CYCLE, **drafters: Any
+    given: BenchArguments,
+    out: Path | None = None,
+    table: TableLM = CYCLE,
+    tell: Any = lambda line: None,
+    **drafters: Any,
 ) -> tuple[dict[str, Any], list[Entry]]:
     """The document of a bench with these drafters, and its replies."""
     plain = Pipeline(target=World(table))
@@ -154,10 +159,11 @@ def measure(
         given, plain.target, [parse_method("plain").describe(plain.target), *named], tasks
     )
     side = SideFile(path=None if out is None else side_path(out), header=head)
-    entries = Bench(
-        pipelines={"plain": plain, **made}, tasks=tasks, arguments=given, side=side
-    ).run()
-    return document(head, entries), entries
+    bench = Bench(
+        pipelines={"plain": plain, **made}, tasks=tasks, arguments=given, side=side, tell=tell
+    )
+    entries = bench.run()
+    return document(head, entries, bench.ended), entries
 
 
 def run_of(found: dict[str, Any], method: str, category: str | None = None, **of: Any) -> Any:
@@ -177,6 +183,7 @@ def test_a_known_trace_gives_known_figures(clock: None, prompts: Path) -> None:
     assert run["output_tokens"] == 4 * TOKENS
     assert run["acceptance_length_pooled"] == run["acceptance_length_request_mean"] == 15 / 7
     assert run["histogram"] == {"1": 12, "2": 8, "4": 8}
+    assert [slot["drafted"] for slot in run["slot_acceptance"]] == [24, 20, 20, 16]
     assert [slot["accepted"] for slot in run["slot_acceptance"]] == [16, 8, 8, 0]
     # Four readings a pass: draft, verify, accept and commit take a second each.
     phases = dict.fromkeys(("draft", "verify", "accept", "commit"), 28.0)
@@ -184,7 +191,9 @@ def test_a_known_trace_gives_known_figures(clock: None, prompts: Path) -> None:
     assert run["prefill_seconds"] == 4 * 4 and run["forward_passes"] == 28
     assert run["tokens_per_second"] == 60 / 112
     assert run["speedup_vs_plain"] == run["speedup_median"] == pytest.approx(15 / 7)
-    assert run["speedup_end_to_end"] == pytest.approx(16 / 8) and run["chunks"] == 3
+    assert run["speedup_end_to_end"] == pytest.approx(16 / 8)
+    assert run["chunks"] == run["measurements"] == 3 and run["unfilled_requests"] == 0
+    assert run["rows_per_pass"] == 1
     assert (run["identical_to_plain"], run["near_ties"], run["bugs"]) == (4, 0, 0)
     plain = run_of(found, "plain")
     assert plain["acceptance_length_pooled"] == 1 and plain["drafted_tokens"] == 0
@@ -223,37 +232,136 @@ def test_stages_are_timed_as_refine_and_may_change_nothing(clock: None, prompts:
     entries = Bench(
         pipelines={"plain": plain, "x": staged}, tasks=tasks, arguments=given, side=side
     ).run()
-    found = document({}, entries)
+    found = document({"tasks": []}, entries, {})
     run = run_of(found, "x")
     assert run["seconds"]["refine"] == run["seconds"]["draft"] == run["forward_passes"] == 60
     assert run["accepted_drafts"] == 0 and run["identical_to_plain"] == 4
 
 
-def test_later_turns_follow_plains_own_reply_and_the_order_alternates(
-    prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[tuple[str, str]] = []
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, SamplingParams]]:
+    """Every batch that will be decoded: drafter, first prompt as text, first parameters."""
+    order: list[tuple[str, str, SamplingParams]] = []
 
     def spy(pipeline: Pipeline, asked: Any, params: Any) -> Any:
-        name = "plain" if pipeline.drafter is None else "x"
-        order.append((name, "".join(chr(97 + i) for i in asked[0])))
+        name = "plain" if pipeline.drafter is None else pipeline.drafter.name
+        first = params if isinstance(params, SamplingParams) else params[0]
+        order.append((name, "".join(chr(97 + i) for i in asked[0]), first))
         return real(pipeline, asked, params)
 
     real = benches.traced
     monkeypatch.setattr(benches, "traced", spy)
-    _, entries = measure(arguments(prompts), x=Cyclic((0,)))
+    return order
+
+
+def test_later_turns_follow_plains_own_reply_and_every_method_is_first_in_turn(
+    prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = spied(monkeypatch)
+    drafters = {name: Cyclic((0,), name=name) for name in ("x", "y")}
+    _, entries = measure(arguments(prompts), **drafters)
     second = "c" + "defghijabcdefghi" + "d"  # question, plain's reply, question
-    assert order[2:] == [
-        ("plain", "a"),
-        ("x", "a"),
-        ("x", "c"),
-        ("plain", "c"),
-        ("plain", second),
-        ("x", second),
-        ("plain", "e"),
-        ("x", "e"),
+    measured = [(name, text) for name, text, _ in order[3:]]
+    assert [text for _, text in measured[::3]] == ["a", "c", second, "e"]
+    names = [name for name, _ in measured]
+    assert [names[at : at + 3] for at in (0, 3, 6, 9)] == [
+        ["plain", "x", "y"],
+        ["x", "y", "plain"],
+        ["y", "plain", "x"],
+        ["y", "plain", "x"],
     ]
-    assert [e.prompt_tokens for e in entries if e.method == "x"] == [1, 1, 18, 1]
+    assert [len(e.prompt_ids) for e in entries if e.method == "x"] == [1, 1, 18, 1]
+
+
+def test_every_batch_size_and_temperature_is_warmed_up(
+    prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = spied(monkeypatch)
+    given = arguments(prompts, temperatures=(0.0, 1.0), batch_sizes=(1, 2), max_new_tokens=40)
+    measure(given, x=Cyclic((0,)))
+    warm = [(name, p.temperature) for name, _, p in order if p.max_tokens < 40]
+    assert warm == [(name, t) for t in (0.0, 0.0, 1.0, 1.0) for name in ("plain", "cyclic")]
+
+
+def test_few_chunks_are_measured_three_times_and_counted_once(
+    clock: None, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = spied(monkeypatch)
+    counted, _ = measure(arguments(prompts), x=Cyclic((0, 3, 1)))
+    del order[:]
+    found, entries = measure(arguments(prompts, batch_sizes=(8,)), x=Cyclic((0, 3, 1)))
+    run, alone = run_of(found, "x"), run_of(counted, "x")
+    assert (run["chunks"], run["measurements"]) == (1, 3)
+    assert [name for name, *_ in order[2::2]] == [*("plain", "cyclic"), *("cyclic", "plain")] + [
+        *("plain", "cyclic")
+    ]
+    for name in ("requests", "verify_rounds", "committed_tokens", "histogram", "output_tokens"):
+        assert run[name] == alone[name], name
+    assert len(found["replies"]) == len(counted["replies"]) < len(entries)
+    # Three rows of 7 passes, then one of 7: the clock of one pass through the task, not of three.
+    assert run["forward_passes"] == pytest.approx(14)
+    assert run["seconds"]["total"] == pytest.approx(14 * 4)
+    assert run["rows_per_pass"] == pytest.approx(28 / 14) and run["unfilled_requests"] == 4
+    two, _ = measure(arguments(prompts, batch_sizes=(2,)), x=Cyclic((0, 3, 1)))
+    run = run_of(two, "x")
+    assert (run["chunks"], run["measurements"], run["unfilled_requests"]) == (2, 6, 2)
+
+
+def test_the_mean_of_the_clocks_and_the_median_of_the_ratios_are_of_all_repeats() -> None:
+    """One prompt, plain 4 s and the drafter 1, 2 and 4 s for 5 tokens; the first pass counts."""
+    place = {"task": "t", "category": None, "batch_size": 1, "temperature": 0.0, "chunk": 0}
+    place |= {"row": 0, "turn": 0, "together": 1, "prompt_ids": [0], "token_ids": [1] * 6}
+    place |= {"finish_reason": "length", "prefill": 1.0, "passes": 2.0}
+    entries = [
+        Entry(
+            method=method,
+            repeat=repeat,
+            rounds=[[0, 0, 1], [4, 3, 4], [1, 0, 1]],
+            seconds=dict.fromkeys(("draft", "refine", "accept", "commit"), 0.0) | {"verify": took},
+            **place,
+        )
+        for repeat, seconds in enumerate(((4.0, 1.0), (4.0, 2.0), (4.0, 4.0)))
+        for method, took in zip(("plain", "x"), seconds, strict=True)
+    ]
+    run = summarise(entries)[1]
+    assert run["speedup_median"] == 2 and run["speedup_vs_plain"] == pytest.approx(12 / 7)
+    assert run["seconds"]["verify"] == pytest.approx(7 / 3)
+    assert run["tokens_per_second"] == pytest.approx(5 / (7 / 3))
+    assert (run["verify_rounds"], run["committed_tokens"], run["requests"]) == (2, 5, 1)
+
+
+def test_a_template_that_refuses_a_later_turn_ends_that_question_only(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Letters.apply_chat_template
+
+    def refuses(self: Letters, messages: Any, **more: Any) -> str:
+        if len(messages) == 3 and messages[1]["content"] != "-":
+            raise ValueError("a reply may not hold an e")
+        return real(self, messages, **more)
+
+    monkeypatch.setattr(Letters, "apply_chat_template", refuses)
+    prompts.write_text("".join(f"{json.dumps(row)}\n" for row in [*ROWS, ROWS[1]]))
+    given, told = arguments(prompts, temperatures=(0.0, 1.0)), list[str]()
+    found, _ = measure(given, tmp_path / "out", tell=told.append, x=Cyclic((0,)))
+    (task,) = found["tasks"]
+    assert task["left_out"] == {"turn-2-template-refused": 2} and task["requests"] == 6
+    assert run_of(found, "x", temperature=0.0)["requests"] == 4
+    assert sum("ended early" in line for line in told) == 1
+    again, _ = measure(given, tmp_path / "out", x=Cyclic((0,)))
+    assert again == found, "from the side file"
+
+
+def test_a_later_turn_that_outgrows_the_context_ends_that_question(
+    prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply's text may be longer in tokens than the reply was."""
+
+    def longer(self: Letters, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - 97 for letter in text] * (9 if len(text) > 9 else 1)}
+
+    monkeypatch.setattr(Letters, "__call__", longer)
+    found, _ = measure(arguments(prompts), x=Cyclic((0,)))
+    assert found["tasks"][0]["left_out"] == {"turn-2-too-long": 1}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -313,12 +421,12 @@ def test_a_killed_bench_goes_on_and_repeats_nothing(
     whole, _ = measure(given, x=Cyclic((0, 3, 1)))
     real, calls = Bench._measure, 0
 
-    def counted(self: Bench, questions: Any, place: Any) -> Any:
+    def counted(self: Bench, *place: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 4:
             raise KeyboardInterrupt
-        return real(self, questions, place)
+        return real(self, *place)
 
     monkeypatch.setattr(Bench, "_measure", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -334,9 +442,76 @@ def test_a_killed_bench_goes_on_and_repeats_nothing(
     prompts.write_text('{"prompt": "b"}\n')
     with pytest.raises(ValueError, match="tasks letters rows was 3, is now 1.* more"):
         measure(given, out, x=Cyclic((0,)))
-    side_path(out).write_text('{"chunks"')
-    with pytest.raises(ValueError, match="not a bench's side file"):
+    with pytest.raises(ValueError, match="environment commit was"):
+        monkeypatch.setattr("paceline.evaluate.machine.source_commit", lambda: "another")
         measure(given, out, x=Cyclic((0,)))
+
+
+def test_the_side_file_is_appended_to_and_damage_is_named(tmp_path: Path) -> None:
+    path, header = tmp_path / "out.partial", {"a": 1}
+    side = SideFile(path=path, header=header)
+    sizes = []
+    for key in ("one", "two"):
+        before = path.read_bytes() if path.exists() else b""
+        side.add(key, {"x": [1.5, None]})
+        assert path.read_bytes().startswith(before)
+        sizes.append(path.stat().st_size)
+    whole = path.read_bytes()
+    assert SideFile(path=path, header=header).parts == side.parts
+    path.write_bytes(whole[:-3])  # killed while it wrote: the part is measured again
+    side = SideFile(path=path, header=header)
+    assert list(side.parts) == ["one"]
+    side.add("two", {"x": [1.5, None]})
+    assert path.read_bytes() == whole
+    path.write_bytes(whole[:5])
+    assert SideFile(path=path, header=header).parts == {} and not path.exists()
+    for text, message in (
+        (whole.replace(b"1.5", b"2.5", 1), "line 2 is damaged or edited"),
+        (b"{}\n" + whole, "line 1 is damaged or edited"),
+        (b'{"header": 1, "chunks": {}}', "line 1 is damaged or edited"),
+        (whole + whole[sizes[0] :], "line 4 repeats two: two benches"),
+    ):
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match=message):
+            SideFile(path=path, header=header)
+        assert path.read_bytes() == text
+
+
+def test_differences_are_judged_after_the_clocks_of_a_setting_and_once(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(pipelines._RULES, "match", trusting)
+    events: list[str] = []
+    real_judge, real_traced = benches.judge, benches.traced
+
+    def judging(*a: Any) -> Any:
+        events.append("judge")
+        return real_judge(*a)
+
+    def tracing(*a: Any) -> Any:
+        events.append("trace")
+        return real_traced(*a)
+
+    monkeypatch.setattr(benches, "judge", judging)
+    monkeypatch.setattr(benches, "traced", tracing)
+    given = arguments(prompts, temperatures=(0.0, 1.0))
+    found, _ = measure(given, tmp_path / "out", x=Cyclic((0, 3, 1)))
+    assert "".join(event[0] for event in events) == 2 * ("t" * 10 + "j" * 4)
+    del events[:]
+    again, _ = measure(given, tmp_path / "out", x=Cyclic((0, 3, 1)))
+    assert events == [] and again == found
+
+
+def test_a_drafters_config_is_part_of_its_hash(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    hashes = []
+    for config in ('{"block_size": 8}', '{"block_size": 16}'):
+        (tmp_path / "config.json").write_text(config)
+        for text in (f"dflash:{tmp_path}", f"model:{tmp_path}"):
+            hashes.append(parse_method(text).weights(World(CYCLE)))
+    assert hashes[0] == hashes[1] != hashes[2] == hashes[3] and None not in hashes
 
 
 def test_a_sampled_difference_is_a_tie_as_far_as_logits_must_move() -> None:
@@ -376,8 +551,13 @@ def test_a_sampled_difference_is_judged_by_its_random_number() -> None:
     assert verdicts == ["near-tie", "bug"]
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *given: str) -> Any:
-    monkeypatch.setattr(paceline, "load", lambda *a, **k: Pipeline(target=World(CYCLE)))
+def command(monkeypatch: pytest.MonkeyPatch, *given: str, loads: bool = True) -> Any:
+    def load(*_: Any, **options: Any) -> Pipeline:
+        assert loads, "the model is loaded"
+        assert options["device"] == "cpu"
+        return Pipeline(target=World(CYCLE))
+
+    monkeypatch.setattr(paceline, "load", load)
     return CliRunner().invoke(app, ["bench", "--target", "table", *given])
 
 
@@ -439,13 +619,55 @@ def test_the_command_exits_1_on_a_bug_and_names_it(
         (("--tasks", "builtim"), "did you mean 'builtin'"),
         (("--methods", "dflash"), "no drafter is packaged for target 'table'"),
         (("--max-new-tokens", "1"), "at least 2"),
+        (("--methods", ","), "methods is empty"),
+        (("--methods", "dflash:a,b"), "'+' parts stages: a path with either must be renamed"),
+        (("--methods", "dflash:a+b"), "'+' parts stages: a path with either must be renamed"),
+        (("--tasks", "my,file.jsonl"), "a path given here may not contain ','"),
+        (("--device", "warp"), "device 'warp' cannot be used"),
+        (("--limit", "0"), "limit must be at least 1"),
+        (("--tasks", "EMPTY"), "no usable prompt"),
+        (("--json", "/proc/nowhere/out.json"), "cannot be written"),
     ],
 )
-def test_mistakes_in_the_command_are_named(
-    monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], message: str
+def test_mistakes_in_the_command_are_named_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], message: str
 ) -> None:
-    done = command(monkeypatch, *given)
+    (tmp_path / "EMPTY").touch()
+    monkeypatch.chdir(tmp_path)
+    done = command(monkeypatch, *given, loads="packaged" in message)
     assert isinstance(done.exception, ValueError) and message in str(done.exception)
+
+
+def test_ctrl_c_says_how_to_go_on(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real, calls = tmp_path / "new" / "out.json", Bench._measure, itertools.count()
+
+    def stopped(self: Bench, *place: Any) -> Any:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return real(self, *place)
+
+    monkeypatch.setattr(Bench, "_measure", stopped)
+    given = ("--methods", "ngram", "--tasks", str(prompts), "--json", str(out))
+    given += ("--max-new-tokens", "8")
+    done = command(monkeypatch, *given)
+    assert done.exit_code == 130 and "the same command goes on" in done.stderr
+    done = command(monkeypatch, *given)
+    assert done.exit_code == 0 and "going on after 1 finished parts" in done.stderr
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out.json"]
+
+
+def test_what_a_table_rests_on_is_said_below_it(
+    prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ("--methods", "ngram", "--tasks", str(prompts), "--max-new-tokens", "8")
+    done = command(monkeypatch, *given)
+    assert "decoded in batches of fewer" not in done.stdout
+    done = command(monkeypatch, *given, "--batch-size", "3", "--tasks-dir", str(prompts.parent))
+    assert "* letters: 1 of 4 requests were decoded in batches of fewer than 3" in done.stdout
+    assert "1 x 3~" in done.stdout and "~ fewer than 3 chunks" in done.stdout
+    assert "--tasks-dir is not used" in done.stderr
 
 
 def test_questions_beyond_the_context_are_left_out(prompts: Path) -> None:

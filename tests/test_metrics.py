@@ -50,7 +50,7 @@ def test_matches_after_a_rejection_are_not_accepted() -> None:
     decode(model, [row], Drafter(truth={0: truth}, vocab=11, block=4), match)
     assert row.output == truth[:9]
     figures = acceptance([finished(row)])
-    assert figures.accepted_rounds == {1: figures.verify_rounds}
+    assert {accepted for _, accepted in figures.draft_rounds} == {1}
     assert figures.acceptance_length_pooled == 2.0
 
 
@@ -88,8 +88,8 @@ def test_runs_are_counted_per_block_not_multiplied() -> None:
     both = groups[0] + groups[1]
     assert both.accepted_drafts_per_round == 1.5
     assert [g.accepted_drafts_per_round for g in groups] == [2.0, 1.0]
-    assert [s["unconditional"] for s in both.slot_acceptance] == [0.75, 0.5, 0.25, 0.0]
-    assert [s["conditional"] for s in both.slot_acceptance] == [3 / 4, 2 / 3, 1 / 2, 0.0]
+    assert [s["unconditional"] for s in both.slot_acceptance] == [0.75, 0.5, 0.25]
+    assert [s["conditional"] for s in both.slot_acceptance] == [3 / 4, 2 / 3, 1 / 2]
     assert both.acceptance_rate == 6 / 12 and both.waste == 6 / 12
     assert both.verified_tokens == 16 and both.verified_per_committed == 16 / 10
     assert both.figures()["histogram"] == {"1": 1, "2": 1, "3": 1, "4": 1}
@@ -116,8 +116,36 @@ def test_no_figure_depends_on_the_split(split: int) -> None:
 
 def test_prefill_alone_has_no_rounds_and_no_zero_division() -> None:
     figures = acceptance([reply([])]).figures()
-    assert figures["verify_rounds"] == 0 and figures["acceptance_length_pooled"] == 0
-    assert figures["acceptance_length_request_mean"] == 0 and figures["slot_acceptance"] == []
+    assert figures["verify_rounds"] == 0 and figures["slot_acceptance"] == []
+    ratios = [name for name, value in figures.items() if value is None]
+    assert ratios == [
+        "acceptance_length_pooled",
+        "acceptance_length_request_mean",
+        "acceptance_length_full_bonus",
+        "accepted_drafts_per_round",
+        "acceptance_rate",
+        "waste",
+        "drafted_per_committed",
+        "verified_per_committed",
+    ]
+
+
+def test_a_position_is_judged_by_the_rounds_that_drafted_it() -> None:
+    """Two short drafts, kept whole, and a long one: position 3 was tried once, and hit."""
+    done = reply([])
+    counts = ((2, 2), (2, 2), (5, 3), (0, 0))
+    done.rounds.extend(Round(drafted=d, accepted=a, committed=a + 1) for d, a in counts)
+    slots = acceptance([done]).slot_acceptance
+    assert [slot["position"] for slot in slots] == [1, 2, 3, 4, 5]
+    assert [slot["drafted"] for slot in slots] == [3, 3, 1, 1, 1]
+    assert [slot["reached"] for slot in slots] == [3, 3, 1, 1, 0]
+    assert [slot["accepted"] for slot in slots] == [3, 3, 1, 0, 0]
+    assert [slot["conditional"] for slot in slots] == [1, 1, 1, 0, None]
+    assert [slot["unconditional"] for slot in slots] == [3 / 4, 3 / 4, 1 / 4, 0, 0]
+    nothing = acceptance([reply([0, 0], drafted=0)]).figures()
+    assert nothing["slot_acceptance"] == []
+    assert nothing["acceptance_rate"] is None and nothing["waste"] is None
+    assert nothing["acceptance_length_pooled"] == 1
 
 
 def test_loops_need_four_times_in_the_last_64() -> None:

@@ -77,13 +77,20 @@ def test_a_users_file_keeps_its_history_and_leaves_out_the_reply(tmp_path: Path)
 
 def test_malformed_rows_are_counted_and_keep_the_row_numbers(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
-    file.write_text('{"prompt": "a"}\n{broken\n{"prompt": "b", "category": 3}\n{"prompt": "c"}\n')
+    file.write_text(
+        '{"prompt": "a"}\n{broken\n{"prompt": "b", "category": true}\n{"prompt": "c"}\n'
+    )
     told: list[str] = []
     (task,) = load_tasks([str(file)], None, None, tell=told.append)
     assert task.name == "mine" and task.rows == 4
     assert [question.row for question in task.questions] == [0, 3]
     assert task.left_out == {"broken-json": 1, "bad-category": 1}
     assert told == ["task mine: rows left out: 1 broken-json, 1 bad-category"]
+
+
+def test_integer_categories_are_names(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "category": 7}, {"prompt": "b", "category": 0}]
+    assert read_task("mine", write(tmp_path / "mine.jsonl", rows)).categories == {"7": 1, "0": 1}
 
 
 def spread(tmp_path: Path, sizes: dict[str, int], limit: int) -> list[tuple[int, str | None]]:
@@ -114,17 +121,32 @@ def test_a_limit_above_the_file_is_told_once(tmp_path: Path) -> None:
     assert told == ["task mine has 1 prompts, fewer than the limit 9"]
 
 
-def test_questions_that_do_not_fit_are_left_out_before_the_limit(tmp_path: Path) -> None:
+def test_what_does_not_fit_a_target_does_not_change_what_was_chosen(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", [{"prompt": "x" * n} for n in (1, 9, 2, 9, 3)])
 
     def fits(question: Any) -> str | None:
         return "too-long" if len(question.turns[0][0]["content"]) > 5 else None
 
-    (task,) = load_tasks([str(file)], None, 3, fits=fits)
-    assert [question.row for question in task.questions] == [0, 2, 4]
+    (chosen,) = load_tasks([str(file)], None, 3)
+    told: list[str] = []
+    task = chosen.keep(fits, told.append)
+    assert [question.row for question in chosen.questions] == [0, 2, 4]
+    (chosen,) = load_tasks([str(file)], None, 4)
+    task = chosen.keep(fits, told.append)
+    assert [question.row for question in chosen.questions] == [0, 1, 3, 4]
+    assert [question.row for question in task.questions] == [0, 4]
     assert task.left_out == {"too-long": 2}
+    assert told == ["task mine: prompts left out: 2 too-long"]
     with pytest.raises(ValueError, match="mine: no usable prompt .*too-long"):
-        load_tasks([str(file)], None, 3, fits=lambda question: "too-long")
+        chosen.keep(lambda question: "too-long")
+
+
+def test_a_folder_that_no_task_needs_is_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    load_tasks(["builtin"], tmp_path, None, tell=told.append)
+    assert told == [
+        "--tasks-dir is not used: none of the tasks is one of gsm8k, humaneval, spec_bench"
+    ]
 
 
 def test_the_fingerprint_is_of_the_chosen_prompts(tmp_path: Path) -> None:

@@ -155,9 +155,9 @@ def verify(
         )
     counts = ", ".join(f"{figures[k]} {k}" for k in ("prompts", "identical", "near_ties", "bugs"))
     typer.echo(f"{counts} ({figures['dtype']})")
-    typer.echo(
-        f"acceptance length {figures['acceptance_length_pooled']:.2f} (bonus included, pooled)"
-    )
+    length = figures["acceptance_length_pooled"]  # None: no reply had a round after its prefill
+    shown = "-" if length is None else f"{length:.2f}"
+    typer.echo(f"acceptance length {shown} (bonus included, pooled)")
     write_json(json_file, figures)
     if figures["bugs"]:
         raise typer.Exit(1)

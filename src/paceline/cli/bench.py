@@ -5,6 +5,7 @@ Knows nothing that the rooms do not.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.common import DtypeOption, JsonOption, TargetOption, TokensOption, write_json
+
+FEW, FEW_MARK = 3, "~"  # chunks of requests, and how a table marks fewer
 
 
 def bench(
@@ -38,6 +41,7 @@ def bench(
     limit: Annotated[int | None, typer.Option(help="At most so many prompts a task.")] = None,
     max_new_tokens: TokensOption = 256,
     dtype: DtypeOption = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Of PyTorch on the CPU.")] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -48,6 +52,7 @@ def bench(
     Example: paceline bench --methods ngram,dflash --batch-size 1,8 --temperature 0,1 --json b.json
     """
     from paceline.evaluate.bench import BenchArguments, run_bench
+    from paceline.evaluate.side import side_path
 
     arguments = BenchArguments(
         target=target,
@@ -59,18 +64,43 @@ def bench(
         limit=limit,
         max_new_tokens=max_new_tokens,
         dtype=dtype,
+        device=device,
     )
+    probe(json_file)
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
-    with _progress() as progress:
-        found, side = run_bench(arguments, json_file, tell=_tell, progress=progress)
+    try:
+        with _progress() as progress:
+            found, side = run_bench(arguments, json_file, tell=_tell, progress=progress)
+    except KeyboardInterrupt:
+        kept = json_file is not None and side_path(json_file).exists()
+        _tell("stopped; the same command goes on after the finished chunks" if kept else "stopped")
+        raise typer.Exit(130) from None
     write_json(json_file, found)
     side.remove()
     show(found)
     if any(run["bugs"] for run in found["runs"]):
         raise typer.Exit(1)
+
+
+def probe(path: Path | None) -> None:
+    """Make the folder of ``path`` and try to write there: better now than after hours.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"--json {path} cannot be written: {error}; name another file") from None
 
 
 def _tell(line: str) -> None:
@@ -103,49 +133,62 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Two tables on stdout: every task's totals, then the categories."""
+    """Two tables on stdout: every task's totals, then the categories; below, what they rest on."""
     from rich.console import Console
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=140)  # a file is not as narrow as a terminal may be
+        console = Console(width=160)  # a file is not as narrow as a terminal may be
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, emoji=False, highlight=False)
+
     here, tokens = found["environment"], found["arguments"]["max_new_tokens"]
-    head = (
-        f"{found['target']['name']}, {here['device']}, {here['dtype']}, {here['threads']} threads"
+    device = f"{here['device']} ({here['device_name']})"
+    say(
+        f"{found['target']['name']}, {device}, {here['dtype']}, {here['threads']} threads, "
+        f"at most {tokens} new tokens"
     )
-    line = f"{head}, at most {tokens} new tokens"
-    console.print(line, markup=False, emoji=False, highlight=False)
     runs = sorted(found["runs"], key=lambda run: (run["temperature"], run["batch_size"]))
-    console.print(_totals([run for run in runs if run["category"] is None]))
+    totals = [run for run in runs if run["category"] is None]
     split = [run for run in runs if run["category"] is not None and run["method"] != "plain"]
+    console.print(_totals(totals))
     if split:
         console.print(_categories(split))
+    for line in _remarks(totals, split):
+        say(line)
 
 
 def _totals(runs: list[dict[str, Any]]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    from paceline.evaluate.metrics import percent
+
     table = Table("task", "method")
-    for name in ("batch", "T", "requests", "acceptance length", "tok/s", "speed-up", "median"):
+    for name in ("batch", "T", "requests", "length", "full bonus", "tok/s", "speed-up", "median"):
         table.add_column(name, justify="right")
-    for name in ("identical", "near-ties", "bugs", "loops", "speed-up without"):
+    for name in ("chunks", "identical", "near-ties", "bugs", "loops", "speed-up without"):
         table.add_column(name, justify="right")
     for run in runs:
+        chunks, measured = run["chunks"], run["measurements"]
+        repeats = f" x {measured // chunks}" if chunks and measured > chunks else ""
         table.add_row(
             Text(run["task"]),  # names are the user's: a Text has no markup
             Text(run["method"]),
-            str(run["batch_size"]),
+            f"{run['batch_size']}{'*' if run['unfilled_requests'] else ''}",
             f"{run['temperature']:g}",
             str(run["requests"]),
-            f"{run['acceptance_length_pooled']:.2f}",
+            _shown(run["acceptance_length_pooled"], ".2f"),
+            _shown(run["acceptance_length_full_bonus"], ".2f"),
             _shown(run["tokens_per_second"], ".1f"),
             _shown(run["speedup_vs_plain"], ".2f", "x"),
             _shown(run["speedup_median"], ".2f", "x"),
+            f"{chunks}{repeats}{FEW_MARK if chunks < FEW else ''}",
             str(run["identical_to_plain"]),
             str(run["near_ties"]),
             Text(str(run["bugs"]), style="red" if run["bugs"] else ""),
-            f"{run['looping_share']:.0%}",
+            percent(run["looping_share"]),
             _shown(run["without_loops"]["speedup_vs_plain"], ".2f", "x"),
         )
     return table
@@ -160,15 +203,33 @@ def _categories(runs: list[dict[str, Any]]) -> Any:
     table = Table("task", "category", "batch", "T", "requests")
     for method in methods:
         table.add_column(Text(f"{method}: length, speed-up"), justify="right")
-    rows: dict[tuple[str, ...], list[str]] = {}
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
     for run in runs:
         setting = (str(run["batch_size"]), f"{run['temperature']:g}", str(run["requests"]))
         length, faster = run["acceptance_length_pooled"], run["speedup_vs_plain"]
-        cell = f"{length:.2f}  {_shown(faster, '.2f', 'x')}"
-        rows.setdefault((run["task"], run["category"], *setting), []).append(cell)
+        cell = f"{_shown(length, '.2f')}  {_shown(faster, '.2f', 'x')}"
+        few = FEW_MARK if run["chunks"] < FEW else ""
+        cells = rows.setdefault((run["task"], run["category"], *setting), {})
+        cells[run["method"]] = cell + few
     for place, cells in rows.items():
-        table.add_row(*map(Text, place), *cells)
+        table.add_row(*map(Text, place), *(cells.get(method, "-") for method in methods))
     return table
+
+
+def _remarks(totals: list[dict[str, Any]], split: list[dict[str, Any]]) -> Iterator[str]:
+    """What the marks in the tables mean, for those that are there."""
+    said = dict.fromkeys(
+        f"* {run['task']}: {run['unfilled_requests']} of {run['requests']} requests were decoded "
+        f"in batches of fewer than {run['batch_size']} rows"
+        for run in totals
+        if run["unfilled_requests"]
+    )
+    yield from said
+    if any(run["chunks"] < FEW for run in [*totals, *split]):
+        yield (
+            f"{FEW_MARK} fewer than {FEW} chunks of requests: repeats even out the clock, "
+            "not the choice of prompts"
+        )
 
 
 def _shown(value: float | None, form: str, unit: str = "") -> str:

@@ -5,36 +5,30 @@ Knows nothing about how drafts are made, what a task's file looks like, or how f
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import os
-import platform
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from paceline.core import SamplingParams
 from paceline.data.fingerprint import fingerprint_of
 from paceline.data.formats import Message, RowError
 from paceline.data.template import Template
-from paceline.evaluate.entries import Entry, summarise
+from paceline.evaluate.entries import Entry, counted, summarise
+from paceline.evaluate.machine import check_device, environment
 from paceline.evaluate.methods import parse_methods
-from paceline.evaluate.tasks import Question, Task, find_task, load_tasks
-from paceline.evaluate.traces import Trace, traced
+from paceline.evaluate.side import SideFile, side_path
+from paceline.evaluate.tasks import Question, Task, load_tasks
+from paceline.evaluate.traces import traced
 from paceline.evaluate.verify import ExactArithmetic, judge
 from paceline.pipeline import Pipeline
 
-SCHEMA = {"name": "paceline-bench", "version": 1}
+SCHEMA = {"name": "paceline-bench", "version": 2}
 WARM_UP_TOKENS = 16
-SHOWN_CHANGES = 4
-CPU_FEATURES = frozenset(
-    ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16")
-    + ("amx_int8", "asimd", "sve", "sve2", "bf16", "i8mm")
-)
+MEASUREMENTS = 3  # of every chunk where a setting has fewer chunks than that: a median needs some
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +48,13 @@ class BenchArguments:
     limit: int | None = None
     max_new_tokens: int = 256
     dtype: str = "bf16"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
+        if not self.methods:
+            raise ValueError("methods is empty; name at least one, plain for the baseline alone")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be at least 1; got {self.limit}")
         for name in ("tasks", "batch_sizes", "temperatures"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -68,75 +67,34 @@ class BenchArguments:
             SamplingParams(temperature=temperature)
 
 
-@dataclass(kw_only=True)
-class SideFile:
-    """Finished chunks on disk, so that the same bench goes on where it stopped.
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What one table row holds constant, and the chunks of questions that are decoded together."""
 
-    The file beside the result appears whole or not at all. ``path`` None keeps nothing.
+    temperature: float
+    batch_size: int
+    task: Task
 
-    Raises:
-        ValueError: the file holds chunks of another bench; the message says what differs.
-    """
+    @property
+    def chunks(self) -> list[tuple[Question, ...]]:
+        """The task's questions, ``batch_size`` at a time."""
+        questions, size = self.task.questions, self.batch_size
+        return [questions[at : at + size] for at in range(0, len(questions), size)]
 
-    path: Path | None
-    header: Mapping[str, Any]
-    chunks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    @property
+    def repeats(self) -> int:
+        """How often every chunk is timed."""
+        return MEASUREMENTS if len(self.chunks) < MEASUREMENTS else 1
 
-    def __post_init__(self) -> None:
-        if self.path is None or not self.path.exists():
-            return
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            was, self.chunks = found["header"], found["chunks"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self.path}: not a bench's side file ({error!r}); delete it"
-            ) from None
-        changes = _changes(was, json.loads(json.dumps(self.header)))
-        if len(changes) > SHOWN_CHANGES:
-            changes[SHOWN_CHANGES:] = [f"{len(changes) - SHOWN_CHANGES} more"]
-        if changes:
-            raise ValueError(
-                f"{self.path} holds the unfinished results of another bench ({'; '.join(changes)}); "
-                "finish that one with its own command, write to another file, or delete it"
-            )
+    @property
+    def key(self) -> str:
+        """Its parts in the side file."""
+        return f"{self.task.name}/{self.temperature}/{self.batch_size}"
 
-    def add(self, key: str, entries: Sequence[Entry]) -> None:
-        """Keep a finished chunk."""
-        self.chunks[key] = [asdict(entry) for entry in entries]
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        work = self.path.with_name(self.path.name + ".tmp")
-        work.write_text(
-            json.dumps({"header": self.header, "chunks": self.chunks}), encoding="utf-8"
-        )
-        os.replace(work, self.path)
-
-    def remove(self) -> None:
-        """Forget the chunks: the result is written."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-
-def _changes(was: Any, now: Any, name: str = "") -> list[str]:
-    """What differs between two headers, as `name was x, is now y`."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        keys = [*was, *(key for key in now if key not in was)]
-        lists = [_changes(was.get(key), now.get(key), f"{name} {key}".strip()) for key in keys]
-        return sum(lists, [])
-    if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
-        lists = [
-            _changes(a, b, f"{name} {a.get('name', '') if isinstance(a, dict) else i}")
-            for i, (a, b) in enumerate(zip(was, now, strict=True))
-        ]
-        return sum(lists, [])
-    return [] if was == now else [f"{name} was {was}, is now {now}"]
-
-
-def side_path(out: Path) -> Path:
-    """Where the unfinished chunks of ``out`` are."""
-    return out.with_name(out.name + ".partial")
+    @property
+    def label(self) -> str:
+        """In words."""
+        return f"{self.task.name}, batch {self.batch_size}, T {self.temperature:g}"
 
 
 @dataclass(kw_only=True)
@@ -151,93 +109,157 @@ class Bench:
     progress: Callable[[int, int], None] = lambda done, total: None  # replies
 
     def __post_init__(self) -> None:
-        self._exact = ExactArithmetic(self.pipelines["plain"].target)
-        self._warm: set[int] = set()
+        self._warm: set[tuple[int, float]] = set()
+        self._done = 0
+        self.ended: dict[str, dict[int, str]] = {task.name: {} for task in self.tasks}
+
+    @property
+    def settings(self) -> list[Setting]:
+        """In the order they are measured."""
+        every = product(self.arguments.temperatures, self.arguments.batch_sizes, self.tasks)
+        return [Setting(temperature=t, batch_size=b, task=task) for t, b, task in every]
 
     def run(self) -> list[Entry]:
-        """Every reply of every method, chunk by chunk; those of the side file are not repeated."""
-        settings = list(
-            product(self.arguments.temperatures, self.arguments.batch_sizes, self.tasks)
-        )
-        total = sum(task.requests for _, _, task in settings) * len(self.pipelines)
-        done, found = 0, []
-        for temperature, batch_size, task in settings:
-            for chunk, at in enumerate(range(0, len(task.questions), batch_size)):
-                questions = task.questions[at : at + batch_size]
-                key = f"{task.name}/{temperature}/{batch_size}/{chunk}"
-                if key not in self.side.chunks:
-                    self._warm_up(batch_size, questions)
-                    place = {"task": task.name, "batch_size": batch_size, "chunk": chunk}
-                    place["temperature"] = temperature
-                    self.side.add(key, self._measure(questions, place))
-                entries = [Entry(**record) for record in self.side.chunks[key]]
-                found += entries
-                done += len(entries)
-                self.progress(done, total)
-            self.tell(f"{task.name}, batch {batch_size}, T {temperature:g}: done")
+        """Every reply of every method; the parts in the side file are not measured again.
+
+        Afterwards ``ended`` has, by task and row, why a question was not asked to its last turn.
+        """
+        found: list[Entry] = []
+        for setting in self.settings:
+            found += self._judged(setting, self._timed(setting))
+            self.tell(f"{setting.label}: done")
         return found
 
-    def _measure(self, questions: Sequence[Question], place: dict[str, Any]) -> list[Entry]:
-        """One chunk: every turn by every method, the order reversed every other time.
+    def _timed(self, setting: Setting) -> list[Entry]:
+        """One setting's replies, chunk by chunk, all of it again where it has few chunks."""
+        total = sum(each.task.requests * each.repeats for each in self.settings)
+        found: list[Entry] = []
+        for repeat, (chunk, questions) in product(
+            range(setting.repeats), enumerate(setting.chunks)
+        ):
+            key = f"{setting.key}/{repeat}/{chunk}"
+            if key not in self.side.parts:
+                self._warm_up(setting, questions)
+                entries, ended = self._measure(setting, chunk, repeat)
+                records = [asdict(entry) for entry in entries]
+                self.side.add(key, {"entries": records, "ended": ended})
+            part = self.side.parts[key]
+            for row, reason in part["ended"]:
+                self._end(setting.task.name, row, reason)
+            found += [Entry(**record) for record in part["entries"]]
+            asked = sum(len(question.turns) for question in questions)
+            self._done += asked * len(self.pipelines)
+            self.progress(self._done, total * len(self.pipelines))
+        return found
 
-        Later turns follow plain's reply, so that all methods answer the same prompts.
+    def _end(self, task: str, row: int, reason: str) -> None:
+        known = self.ended[task]
+        if reason not in known.values():
+            self.tell(f"task {task}, row {row}: ended early ({reason}); others are only counted")
+        known.setdefault(row, reason)
+
+    def _measure(
+        self, setting: Setting, chunk: int, repeat: int
+    ) -> tuple[list[Entry], list[tuple[int, str]]]:
+        """One chunk: every turn by every method, each time beginning with another method.
+
+        Later turns follow plain's reply, so that all methods answer the same prompts. Also returns
+        the rows of questions that the target cannot be asked any further, each with the reason.
         """
+        questions = setting.chunks[chunk]
         talks: list[list[Message]] = [[] for _ in questions]
-        entries = []
+        entries: list[Entry] = []
+        ended: dict[int, str] = {}
+        names, first = list(self.pipelines), repeat * len(setting.chunks) + chunk
         for turn in range(max(len(question.turns) for question in questions)):
-            live = [i for i, question in enumerate(questions) if turn < len(question.turns)]
-            for i in live:
-                talks[i] += questions[i].turns[turn]
-            prompts = [self._encode(talks[i], questions[i].tools) for i in live]
-            params = [self._params(questions[i], turn, place["temperature"]) for i in live]
-            order = list(self.pipelines)[:: -1 if (place["chunk"] + turn) % 2 else 1]
+            live, prompts = [], []
+            for i, question in enumerate(questions):
+                if turn >= len(question.turns) or question.row in ended:
+                    continue
+                talks[i] += question.turns[turn]
+                try:
+                    prompts.append(self._prompt(talks[i], question.tools))
+                    live.append(i)
+                except RowError as error:
+                    ended[question.row] = f"turn-{turn + 1}-{error.reason}"
+            if not live:
+                break
+            params = [self._params(questions[i].row, turn, setting.temperature) for i in live]
+            start = (first + turn) % len(names)
+            order = names[start:] + names[:start]
             traces = {name: traced(self.pipelines[name], prompts, params) for name in order}
-            for name in self.pipelines:
-                for i, trace, base, chosen in zip(
-                    live, traces[name], traces["plain"], params, strict=True
-                ):
-                    where = {"method": name, "row": questions[i].row, "turn": turn}
-                    where |= {"category": questions[i].category}
-                    entries.append(self._entry(trace, base, chosen, where | place))
+            place = {"task": setting.task.name, "batch_size": setting.batch_size, "turn": turn}
+            place |= {"temperature": setting.temperature, "chunk": chunk, "repeat": repeat}
+            place |= {"together": len(live)}
+            for name in names:
+                for i, trace in zip(live, traces[name], strict=True):
+                    of = {"method": name, "row": questions[i].row}
+                    of |= {"category": questions[i].category}
+                    entries.append(Entry.of(trace, **of, **place))
             for i, base in zip(live, traces["plain"], strict=True):
                 talks[i].append({"role": "assistant", "content": base.reply.text})
+        return entries, list(ended.items())
+
+    def _judged(self, setting: Setting, entries: list[Entry]) -> list[Entry]:
+        """What differs from plain, judged once the setting is timed: the umpire's copy of the weights
+        in fp32 must not be in the way, nor stay."""
+        key, exact = f"{setting.key}/judged", ExactArithmetic(self.pipelines["plain"].target)
+        plain = {e.request: e for e in entries if e.method == "plain" and e.repeat == 0}
+        split = [
+            i
+            for i, e in enumerate(entries)
+            if e.repeat == 0 and e.token_ids != plain[e.request].token_ids
+        ]
+        if split and key not in self.side.parts:
+            found = [self._judge(exact, entries[i], plain[entries[i].request]) for i in split]
+            self.side.add(key, found)
+        for i, difference in zip(split, self.side.parts.get(key, ()), strict=True):
+            entries[i] = replace(entries[i], difference=difference)
+            self._tell_bug(entries[i])
         return entries
 
-    def _entry(
-        self, trace: Trace, base: Trace, params: SamplingParams, place: dict[str, Any]
-    ) -> Entry:
-        wanted, got, difference = base.reply.token_ids, trace.reply.token_ids, None
-        if wanted != got:
-            pipeline = self.pipelines[place["method"]]
-            start = trace.prompt_ids
-            difference = judge(pipeline, self._exact, place["row"], start, wanted, got, params)
-            if difference.verdict == "bug":
-                self.tell(
-                    f"bug: {place['method']}, {place['task']} row {place['row']} turn "
-                    f"{place['turn']}, batch {place['batch_size']}, T {place['temperature']}: "
-                    f"token {difference.position} is {difference.speculative_token} instead of "
-                    f"{difference.plain_token}, margin {difference.margin}, "
-                    f"rounding {difference.rounding}"
-                )
-        return Entry.of(trace, difference, **place)
+    def _judge(self, exact: ExactArithmetic, entry: Entry, plain: Entry) -> dict[str, Any]:
+        params = self._params(entry.row, entry.turn, entry.temperature)
+        pipeline, start = self.pipelines[entry.method], entry.prompt_ids
+        wanted, got = plain.token_ids, entry.token_ids
+        return asdict(judge(pipeline, exact, entry.row, start, wanted, got, params))
 
-    def _encode(self, messages: list[Message], tools: Any) -> list[int]:
-        return encode(self.pipelines["plain"], messages, tools)
+    def _tell_bug(self, entry: Entry) -> None:
+        found = entry.difference
+        if found is not None and found["verdict"] == "bug":
+            self.tell(
+                f"bug: {entry.method}, {entry.task} row {entry.row} turn {entry.turn}, batch "
+                f"{entry.batch_size}, T {entry.temperature}: token {found['position']} is "
+                f"{found['speculative_token']} instead of {found['plain_token']}, margin "
+                f"{found['margin']}, rounding {found['rounding']}"
+            )
 
-    def _params(self, question: Question, turn: int, temperature: float) -> SamplingParams:
+    def _prompt(self, messages: list[Message], tools: Any) -> list[int]:
+        """Ids of a conversation so far. Raises RowError if the template or the context refuses."""
+        plain = self.pipelines["plain"]
+        ids = encode(plain, messages, tools)
+        if len(ids) + self.arguments.max_new_tokens > plain.target.max_length:
+            raise RowError("too-long")
+        return ids
+
+    def _params(self, row: int, turn: int, temperature: float) -> SamplingParams:
         """The seed belongs to the request, so that every method draws the same numbers."""
-        tokens, seed = self.arguments.max_new_tokens, 1000 * question.row + turn
+        tokens, seed = self.arguments.max_new_tokens, 1000 * row + turn
         return SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed)
 
-    def _warm_up(self, batch_size: int, questions: Sequence[Question]) -> None:
-        """Once a process and batch size: kernels are chosen and memory is found, uncounted."""
-        if batch_size in self._warm:
+    def _warm_up(self, setting: Setting, questions: Sequence[Question]) -> None:
+        """Once a process, batch size and temperature: kernels are chosen and memory is found."""
+        if (setting.batch_size, setting.temperature) in self._warm:
             return
-        self._warm.add(batch_size)
+        self._warm.add((setting.batch_size, setting.temperature))
         tokens = min(WARM_UP_TOKENS, self.arguments.max_new_tokens)
-        prompts = [self._encode(list(q.turns[0]), q.tools) for q in questions]
+        params = SamplingParams(max_tokens=tokens, temperature=setting.temperature, seed=0)
+        prompts = []
+        for question in questions:
+            with suppress(RowError):  # counted when it is measured
+                prompts.append(self._prompt(list(question.turns[0]), question.tools))
         for pipeline in self.pipelines.values():
-            traced(pipeline, prompts, SamplingParams(max_tokens=tokens))
+            traced(pipeline, prompts, params)
 
 
 def encode(pipeline: Pipeline, messages: list[Message], tools: Any = None) -> list[int]:
@@ -280,25 +302,28 @@ def run_bench(
     The caller writes the document and then removes the side file.
 
     Raises:
-        ValueError: an unknown method, stage or task, a missing file, or another bench's side file.
+        ValueError: an unknown method, stage or task, a file that is missing or holds no prompt, a
+            device that is not there, or another bench's side file.
     """
     import paceline
 
     methods = parse_methods(arguments.methods)
-    for name in arguments.tasks:
-        find_task(name, arguments.tasks_dir)
-    target = paceline.load(arguments.target, None, dtype=arguments.dtype).target
+    check_device(arguments.device)
+    tasks = load_tasks(arguments.tasks, arguments.tasks_dir, arguments.limit, tell=tell)
+    target = paceline.load(
+        arguments.target, None, dtype=arguments.dtype, device=arguments.device
+    ).target
     pipelines = {method.name: method.pipeline(target) for method in methods}
 
     def fits(question: Question) -> str | None:
         return refusal(pipelines["plain"], question, arguments.max_new_tokens)
 
-    tasks = load_tasks(arguments.tasks, arguments.tasks_dir, arguments.limit, fits=fits, tell=tell)
+    tasks = [task.keep(fits, tell) for task in tasks]
     described = [method.describe(target) for method in methods]
     head = header(arguments, target, described, tasks)
     side = SideFile(path=None if out is None else side_path(out), header=head)
-    if side.chunks:
-        tell(f"{side.path}: going on after {len(side.chunks)} finished chunks")
+    if side.parts:
+        tell(f"{side.path}: going on after {len(side.parts)} finished parts")
     bench = Bench(
         pipelines=pipelines,
         tasks=tasks,
@@ -307,7 +332,8 @@ def run_bench(
         tell=tell,
         progress=progress,
     )
-    return document(head, bench.run()), side
+    entries = bench.run()
+    return document(head, entries, bench.ended), side
 
 
 def header(
@@ -339,32 +365,15 @@ def header(
     }
 
 
-def document(head: Mapping[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
-    """The whole of docs/bench.md."""
-    shown = [entry.shown() for entry in entries]
-    return {**head, "runs": summarise(entries), "replies": shown}
-
-
-def environment(target: Any) -> dict[str, Any]:
-    """Versions and the kind of machine; neither its name nor any path."""
-    versions = {name: importlib.metadata.version(name) for name in ("paceline", "transformers")}
-    return {
-        **versions,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": target.device.type,
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "dtype": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(target.dtype, "fp32"),
-        "cpu_features": _cpu_features(),
-    }
-
-
-def _cpu_features() -> list[str]:
-    """What Linux says of the first processor, as far as it matters for matrix products."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return sorted(CPU_FEATURES.intersection(flags.split()))
+def document(
+    head: Mapping[str, Any],
+    entries: Sequence[Entry],
+    ended: Mapping[str, Mapping[int, str]],
+) -> dict[str, Any]:
+    """The whole of docs/bench.md; ``ended`` goes into the tasks' ``left_out``."""
+    tasks = [
+        task | {"left_out": task["left_out"] | Counter(ended[task["name"]].values())}
+        for task in head["tasks"]
+    ]
+    shown = [entry.shown() for entry in counted(entries)]
+    return {**head, "tasks": tasks, "runs": summarise(entries), "replies": shown}

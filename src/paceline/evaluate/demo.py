@@ -71,7 +71,7 @@ def run_demo(target: str, drafter: str, dtype: str, max_new_tokens: int) -> dict
             f"{row['plain_tokens_per_second']:.1f}",
             f"{row['tokens_per_second']:.1f}",
             f"{row['speedup_vs_plain']:.2f}x",
-            f"{row['acceptance_length']:.2f}",
+            "-" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}",
             row["identical"],
         )
     spent, plain = (sum(row[key] for row in rows) or 1e-9 for key in ("seconds", "plain_seconds"))

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.core import Completion, Round
 from paceline.decode.loop import Seconds
 from paceline.evaluate.metrics import acceptance, loops, ratio
 from paceline.evaluate.traces import PHASES, Trace
-from paceline.evaluate.verify import Difference
 
 WITHOUT_LOOPS = (
     "requests",
@@ -29,7 +28,10 @@ WITHOUT_LOOPS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One reply of one method with its counts and clocks; as JSON it is a side file's record."""
+    """One reply of one method with its counts and clocks; as JSON it is a side file's record.
+
+    ``repeat`` above 0: the same request timed again. Only clocks count there.
+    """
 
     method: str
     task: str
@@ -37,31 +39,37 @@ class Entry:
     batch_size: int
     temperature: float
     chunk: int
+    repeat: int
     row: int
     turn: int
-    prompt_tokens: int
+    together: int  # rows that its batch began with
+    prompt_ids: list[int]
     token_ids: list[int]
     finish_reason: str
     rounds: list[list[int]]  # drafted, accepted, committed
     seconds: dict[str, float]  # by phase, its share of the passes after the prefill
     prefill: float
     passes: float
-    difference: dict[str, Any] | None  # from plain's reply; None: the same ids
+    difference: dict[str, Any] | None = None  # from plain's reply; None: the same ids
 
     @staticmethod
-    def of(trace: Trace, difference: Difference | None, **place: Any) -> Entry:
-        """The record of a trace; ``place`` is what a trace does not know."""
+    def of(trace: Trace, **place: Any) -> Entry:
+        """The record of a trace, not judged; ``place`` is what a trace does not know."""
         return Entry(
-            prompt_tokens=len(trace.prompt_ids),
+            prompt_ids=trace.prompt_ids,
             token_ids=trace.reply.token_ids,
             finish_reason=trace.reply.finish_reason,
             rounds=[[r.drafted, r.accepted, r.committed] for r in trace.reply.rounds],
             seconds=asdict(trace.seconds),
             prefill=trace.prefill,
             passes=trace.passes,
-            difference=None if difference is None else asdict(difference),
             **place,
         )
+
+    @property
+    def request(self) -> tuple[Any, ...]:
+        """Which prompt under which setting; the same for every method and repeat."""
+        return (self.task, self.batch_size, self.temperature, self.row, self.turn)
 
     @property
     def verdict(self) -> str:
@@ -106,7 +114,7 @@ class Entry:
         found = self.difference
         return {
             **{name: getattr(self, name) for name in names},
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": len(self.prompt_ids),
             "output_tokens": len(self.token_ids),
             "finish_reason": self.finish_reason,
             **{name: getattr(counts, name) for name in sums},
@@ -117,24 +125,20 @@ class Entry:
         }
 
 
-Pair = tuple[Entry, Entry]  # a method's reply and plain's to the same prompt
+Pair = tuple[Entry, Entry]  # a method's reply and plain's to the same prompt at the same time
 
 
 def summarise(entries: Iterable[Entry]) -> list[dict[str, Any]]:
     """The ``runs`` of docs/bench.md, in the order of the entries; totals before categories.
 
-    Every method's reply needs plain's to the same request in the same setting among the entries.
+    Every method's reply needs plain's to the same request in the same repeat among the entries.
     """
     every = list(entries)
-
-    def request(e: Entry) -> tuple[Any, ...]:
-        return (e.task, e.batch_size, e.temperature, e.row, e.turn)
-
-    plain = {request(e): e for e in every if e.method == "plain"}
+    plain = {(e.request, e.repeat): e for e in every if e.method == "plain"}
     groups: dict[tuple[Any, ...], list[Pair]] = {}
     for e in every:
         setting = (e.method, e.task, e.batch_size, e.temperature)
-        groups.setdefault(setting, []).append((e, plain[request(e)]))
+        groups.setdefault(setting, []).append((e, plain[e.request, e.repeat]))
     runs = []
     for (method, task, batch_size, temperature), pairs in groups.items():
         categories = dict.fromkeys(e.category for e, _ in pairs if e.category is not None)
@@ -146,29 +150,51 @@ def summarise(entries: Iterable[Entry]) -> list[dict[str, Any]]:
     return runs
 
 
-def figures(pairs: Sequence[Pair]) -> dict[str, Any]:
+def counted(entries: Iterable[Entry]) -> list[Entry]:
+    """The first pass, whose tokens count, with the mean of the clocks of all repeats."""
+    groups: dict[tuple[Any, ...], list[Entry]] = {}
+    for e in entries:
+        groups.setdefault((e.method, *e.request), []).append(e)
+    found = []
+    for some in groups.values():
+        first = min(some, key=lambda e: e.repeat)
+        seconds = {phase: statistics.fmean(e.seconds[phase] for e in some) for phase in PHASES}
+        prefill = statistics.fmean(e.prefill for e in some)
+        if first.repeat == 0:  # else a later turn that the first pass did not reach
+            found.append(replace(first, seconds=seconds, prefill=prefill))
+    return found
+
+
+def figures(measured: Sequence[Pair]) -> dict[str, Any]:
     """Sums and ratios of some requests of one method; a ratio without anything to count is None."""
-    mine, plain = [e for e, _ in pairs], [p for _, p in pairs]
+    mine = counted(e for e, _ in measured)
+    plain = counted(p for _, p in measured)
+    pairs = list(zip(mine, plain, strict=True))
     seconds = {phase: math.fsum(e.seconds[phase] for e in mine) for phase in PHASES}
     seconds["total"] = math.fsum(seconds.values())
-    chunks: dict[int, list[Pair]] = {}
-    for pair in pairs:
-        chunks.setdefault(pair[0].chunk, []).append(pair)
-    ratios = [found for some in chunks.values() if (found := speedup(some)) is not None]
+    chunks: dict[tuple[int, int], list[Pair]] = {}
+    for pair in measured:
+        chunks.setdefault((pair[0].chunk, pair[0].repeat), []).append(pair)
+    ratios = {at: found for at, some in chunks.items() if (found := speedup(some)) is not None}
     verdicts = [e.verdict for e in mine]
     kept = [(e, p) for e, p in pairs if not e.looping and not p.looping]
     counts = acceptance(e.reply for e, _ in kept)
+    sums = acceptance(e.reply for e in mine)
+    passes = math.fsum(e.passes for e in mine)
     return {
-        **acceptance(e.reply for e in mine).figures(),
+        **sums.figures(),
         "output_tokens": sum(len(e.token_ids) for e in mine),
         "seconds": seconds,
         "prefill_seconds": math.fsum(e.prefill for e in mine),
-        "forward_passes": math.fsum(e.passes for e in mine),
+        "forward_passes": passes,
+        "rows_per_pass": ratio(sums.verify_rounds, passes),
+        "unfilled_requests": sum(e.together < e.batch_size for e in mine),
         "tokens_per_second": speed(mine),
         "speedup_vs_plain": speedup(pairs),
-        "speedup_median": statistics.median(ratios) if ratios else None,
+        "speedup_median": statistics.median(ratios.values()) if ratios else None,
         "speedup_end_to_end": quotient(end_to_end(mine), end_to_end(plain)),
-        "chunks": len(ratios),
+        "chunks": len({chunk for chunk, _ in ratios}),
+        "measurements": len(ratios),
         "identical_to_plain": verdicts.count("identical"),
         "near_ties": verdicts.count("near-tie"),
         "bugs": verdicts.count("bug"),

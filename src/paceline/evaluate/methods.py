@@ -6,21 +6,24 @@ Knows nothing about tasks or measuring.
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.api import DEFAULT_DRAFTERS, load_drafter, packaged_drafters
 from paceline.core import Drafter, Stage
-from paceline.data.fingerprint import fingerprint_of
+from paceline.data.fingerprint import fingerprint_of, target_folder
 from paceline.pipeline import Pipeline
 
 StageFactory = Callable[[str | None, Pipeline], Stage]
 STAGES: dict[str, StageFactory] = {}
 """Stages by name: ``factory(argument, pipeline so far)``."""
 
+ACCEPT = "match"  # with it seeded replies equal plain's
 DRAFTERS = ("plain", "ngram", "dflash", "model")
+SEPARATORS = "(',' parts methods and '+' parts stages: a path with either must be renamed)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +63,20 @@ class Method:
         return self.choice or self.drafter
 
     def weights(self, target: Any) -> str | None:
-        """Short hash of the drafter's files; None without any."""
+        """Short hash of the drafter's weights and its config.json; None for a drafter without any.
+
+        The config counts: the same tensors draft otherwise with another block size or other taps.
+        """
         source = self.source(target).removeprefix("model:")
         if self.drafter in ("plain", "ngram"):
             return None
-        return fingerprint_of(str(packaged_drafters().get(source, source)), None).weights
+        source = str(packaged_drafters().get(source, source))
+        folder = target_folder(source)
+        if folder is None:
+            raise ValueError(f"{self.text}: the drafter's files are not found, so it has no hash")
+        digest = hashlib.sha256(f"{fingerprint_of(source, None).weights}".encode())
+        digest.update((folder / "config.json").read_bytes())
+        return digest.hexdigest()[:16]
 
     def describe(self, target: Any) -> dict[str, Any]:
         """The method as it stands in the bench's JSON."""
@@ -73,15 +85,16 @@ class Method:
             "drafter": self.drafter,
             "stages": [name for name, _ in self.stages],
             "weights": self.weights(target),
+            "accept": ACCEPT,
         }
 
     def pipeline(self, target: Any) -> Pipeline:
-        """Load the drafter and the stages. Accept rule ``match``: seeded replies equal plain's."""
+        """Load the drafter and the stages."""
         drafter: Drafter | None = load_drafter(self.source(target), target)
-        made = Pipeline(target=target, drafter=drafter)
+        made = Pipeline(target=target, drafter=drafter, accept=ACCEPT)
         for name, argument in self.stages:
             stage = STAGES[name](argument, made)
-            made = Pipeline(target=target, drafter=drafter, stages=(*made.stages, stage))
+            made = replace(made, stages=(*made.stages, stage))
         return made
 
 
@@ -106,11 +119,12 @@ def parse_method(text: str) -> Method:
     first, *rest = text.split("+")
     drafter, choice = _pair(text, first)
     if drafter not in DRAFTERS:
-        raise ValueError(f"no method {drafter!r}; {_nearest(drafter, DRAFTERS)}")
+        raise ValueError(f"no method {drafter!r}; {_nearest(drafter, DRAFTERS)} {SEPARATORS}")
     stages = tuple(_pair(text, part) for part in rest)
     for name, _ in stages:
         if name not in STAGES:
-            raise ValueError(f"no stage {name!r} in {text!r}; {_nearest(name, STAGES)}")
+            hint = "" if choice is None else f" {SEPARATORS}"
+            raise ValueError(f"no stage {name!r} in {text!r}; {_nearest(name, STAGES)}{hint}")
     if choice is None and drafter == "model":
         raise ValueError("model needs the smaller model: model:NAME")
     if choice is not None and drafter in ("plain", "ngram"):
@@ -121,7 +135,8 @@ def parse_method(text: str) -> Method:
         if choice not in packaged_drafters() and not (Path(choice) / "config.json").is_file():
             known = ", ".join(packaged_drafters()) or "none"
             raise ValueError(
-                f"{text!r}: neither a folder with config.json nor a packaged drafter ({known})"
+                f"{text!r}: neither a folder with config.json nor a packaged drafter ({known}) "
+                f"{SEPARATORS}"
             )
     return Method(text=text, drafter=drafter, choice=choice, stages=stages)
 

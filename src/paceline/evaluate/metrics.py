@@ -17,9 +17,16 @@ from paceline.core import Completion
 LOOP_WINDOW, LOOP_GRAM, LOOP_TIMES = 64, 8, 4
 
 
-def ratio(total: float, count: float) -> float:
-    """Quotient of a (sum, count) pair; 0 where nothing was counted."""
-    return total / count if count else 0.0
+def ratio(total: float, count: float) -> float | None:
+    """Quotient of a (sum, count) pair; None, never 0, where nothing was counted."""
+    return total / count if count else None
+
+
+def percent(share: float | None, unknown: str = "-") -> str:
+    """A share as text, whole percents; 100% is said of all and nothing less."""
+    if share is None:
+        return unknown
+    return "99%" if 0.99 < share < 1 else f"{share:.0%}"
 
 
 def loops(token_ids: Sequence[int]) -> bool:
@@ -41,7 +48,7 @@ class Acceptance:
     request_lengths: float  # sum over replies of committed tokens per round ...
     requests_with_rounds: int  # ... and how many replies that sum has
     committed_rounds: Counter[int]  # committed tokens -> rounds that committed so many
-    accepted_rounds: Counter[int]  # accepted drafts -> rounds that accepted so many
+    draft_rounds: Counter[tuple[int, int]]  # (drafted, accepted) -> rounds with these counts
 
     def __add__(self, other: Acceptance) -> Acceptance:
         """The figures of both sets of replies together."""
@@ -54,68 +61,70 @@ class Acceptance:
         return self.drafted_tokens + self.verify_rounds
 
     @property
-    def acceptance_length_pooled(self) -> float:
-        """Committed tokens per verify round, the bonus token included; 0 without rounds."""
+    def acceptance_length_pooled(self) -> float | None:
+        """Committed tokens per verify round, the bonus token included; None without rounds."""
         return ratio(self.committed_tokens, self.verify_rounds)
 
     @property
-    def acceptance_length_request_mean(self) -> float:
+    def acceptance_length_request_mean(self) -> float | None:
         """Mean over replies of each reply's own committed tokens per verify round."""
         return ratio(self.request_lengths, self.requests_with_rounds)
 
     @property
-    def acceptance_length_full_bonus(self) -> float:
+    def acceptance_length_full_bonus(self) -> float | None:
         """1 + accepted drafts per round, as engines print it: a reply that ends inside the
-        accepted drafts has no bonus token, and yet one is counted. 0 without rounds."""
+        accepted drafts has no bonus token, and yet one is counted. None without rounds."""
         return ratio(self.accepted_drafts + self.verify_rounds, self.verify_rounds)
 
     @property
-    def accepted_drafts_per_round(self) -> float:
+    def accepted_drafts_per_round(self) -> float | None:
         """Acceptance length of the drafts only, the bonus token left out."""
         return ratio(self.accepted_drafts, self.verify_rounds)
 
     @property
-    def acceptance_rate(self) -> float:
+    def acceptance_rate(self) -> float | None:
         """Accepted over drafted; drafts after a rejection count as drafted."""
         return ratio(self.accepted_drafts, self.drafted_tokens)
 
     @property
-    def waste(self) -> float:
+    def waste(self) -> float | None:
         """Share of the drafted tokens that were not committed."""
         return ratio(self.drafted_tokens - self.accepted_drafts, self.drafted_tokens)
 
     @property
-    def drafted_per_committed(self) -> float:
+    def drafted_per_committed(self) -> float | None:
         """Draft tokens spent per committed token."""
         return ratio(self.drafted_tokens, self.committed_tokens)
 
     @property
-    def verified_per_committed(self) -> float:
+    def verified_per_committed(self) -> float | None:
         """Nodes scored per committed token: what predicts the slow-down at large batches."""
         return ratio(self.verified_tokens, self.committed_tokens)
 
     @property
     def slot_acceptance(self) -> list[dict[str, Any]]:
-        """Per draft position k = 1, 2, ...: rounds that accepted at least k drafts.
+        """Per draft position k = 1, 2, ... up to the longest draft.
 
-        ``unconditional`` is their share of all rounds, ``conditional`` of the rounds that accepted
-        at least k - 1. Ends with the first position that no round reached.
+        ``drafted``: rounds that drafted at least k tokens; ``reached``: those of them that accepted
+        at least k - 1; ``accepted``: rounds that accepted at least k. ``unconditional`` is accepted
+        over all rounds, ``conditional`` accepted over reached: a round whose draft was too short
+        says nothing about position k. For chains; in a tree a node's number is not its position.
         """
-        slots, reached = [], self.verify_rounds
-        for position in range(1, max(self.accepted_rounds, default=0) + 2):
-            if reached == 0:
-                break
-            accepted = sum(n for length, n in self.accepted_rounds.items() if length >= position)
+        slots = []
+        for position in range(1, max((d for d, _ in self.draft_rounds), default=0) + 1):
+            long = [(a, n) for (d, a), n in self.draft_rounds.items() if d >= position]
+            accepted = sum(n for a, n in long if a >= position)
+            reached = sum(n for a, n in long if a >= position - 1)
             slots.append(
                 {
                     "position": position,
-                    "accepted": accepted,
+                    "drafted": sum(n for _, n in long),
                     "reached": reached,
+                    "accepted": accepted,
                     "unconditional": ratio(accepted, self.verify_rounds),
                     "conditional": ratio(accepted, reached),
                 }
             )
-            reached = accepted
         return slots
 
     def figures(self) -> dict[str, Any]:
@@ -143,28 +152,27 @@ class Acceptance:
 
 def acceptance(replies: Iterable[Completion]) -> Acceptance:
     """Pool the verify rounds of many replies."""
-    requests = with_rounds = drafted = 0
+    requests = with_rounds = 0
     lengths = 0.0
     committed: Counter[int] = Counter()
-    accepted: Counter[int] = Counter()
+    drafts: Counter[tuple[int, int]] = Counter()
     for reply in replies:
         rounds = reply.rounds[1:]
         requests += 1
         with_rounds += bool(rounds)
-        lengths += ratio(sum(r.committed for r in rounds), len(rounds))
-        drafted += sum(r.drafted for r in rounds)
+        lengths += ratio(sum(r.committed for r in rounds), len(rounds)) or 0.0
         committed.update(r.committed for r in rounds)
-        accepted.update(r.accepted for r in rounds)
+        drafts.update((r.drafted, r.accepted) for r in rounds)
     return Acceptance(
         requests=requests,
         verify_rounds=committed.total(),
-        drafted_tokens=drafted,
-        accepted_drafts=sum(length * n for length, n in accepted.items()),
+        drafted_tokens=sum(d * n for (d, _), n in drafts.items()),
+        accepted_drafts=sum(a * n for (_, a), n in drafts.items()),
         committed_tokens=sum(length * n for length, n in committed.items()),
         request_lengths=lengths,
         requests_with_rounds=with_rounds,
         committed_rounds=committed,
-        accepted_rounds=accepted,
+        draft_rounds=drafts,
     )
 
 

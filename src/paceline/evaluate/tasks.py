@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,15 @@ class Task:
             "fingerprint": hashlib.sha256(text.encode()).hexdigest()[:16],
         }
 
-    def keep(self, fits: Callable[[Question], str | None]) -> Task:
-        """Without the questions for which ``fits`` names a reason; they are counted by it."""
+    def keep(
+        self,
+        fits: Callable[[Question], str | None],
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> Task:
+        """Without the questions for which ``fits`` names a reason; they are counted and told by it.
+
+        Raises ValueError if none is left.
+        """
         kept, out = [], Counter(self.left_out)
         for question in self.questions:
             reason = fits(question)
@@ -89,6 +96,8 @@ class Task:
                 out[reason] += 1
         if not kept:
             raise ValueError(f"task {self.name}: no usable prompt ({dict(out)})")
+        if new := out - Counter(self.left_out):
+            tell(f"task {self.name}: prompts left out: {_counts(new)}")
         return replace(self, questions=tuple(kept), left_out=dict(out))
 
     def limited(self, limit: int | None) -> Task:
@@ -117,18 +126,21 @@ def _shares(sizes: Sequence[int], limit: int) -> list[int]:
     return shares
 
 
+def _counts(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {reason}" for reason, number in reasons.items())
+
+
 def load_tasks(
     names: Sequence[str],
     tasks_dir: Path | None,
     limit: int | None,
     *,
-    fits: Callable[[Question], str | None] = lambda question: None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Task]:
     """Tasks by name (``builtin``, a public one in ``tasks_dir``) or by JSONL file.
 
-    Rows that are malformed or that ``fits`` refuses are left out, counted, and told once a task;
-    so is a limit larger than the task.
+    Malformed rows are left out, counted, and told once a task; so are a limit larger than the task
+    and a ``tasks_dir`` that no task is read from.
 
     Raises:
         ValueError: an unknown name, a missing file, a task without any usable prompt, two tasks of
@@ -140,12 +152,13 @@ def load_tasks(
     labels = [label for label, _ in files]
     if not files or len(set(labels)) < len(labels):
         raise ValueError(f"tasks must be named once each; got {', '.join(labels) or 'none'}")
+    if tasks_dir is not None and not set(names) & set(FILES):
+        tell(f"--tasks-dir is not used: none of the tasks is one of {', '.join(FILES)}")
     tasks = []
     for label, file in files:
-        task = read_task(label, file).keep(fits)
+        task = read_task(label, file)
         if task.left_out:
-            out = ", ".join(f"{number} {reason}" for reason, number in task.left_out.items())
-            tell(f"task {label}: rows left out: {out}")
+            tell(f"task {label}: rows left out: {_counts(task.left_out)}")
         if limit is not None and limit > len(task.questions):
             tell(f"task {label} has {len(task.questions)} prompts, fewer than the limit {limit}")
         tasks.append(task.limited(limit))
@@ -167,7 +180,9 @@ def find_task(name: str, tasks_dir: Path | None) -> tuple[str, Path]:
     known = ["builtin", *FILES]
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    raise ValueError(f"no task {name!r}, and no such file; {hint}")
+    raise ValueError(
+        f"no task {name!r}, and no such file; {hint} (a path given here may not contain ',')"
+    )
 
 
 def read_task(label: str, file: Path) -> Task:
@@ -193,6 +208,8 @@ def read_task(label: str, file: Path) -> Task:
 def _category(label: str, value: Any) -> str | None:
     if value is None:
         return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
     if not isinstance(value, str) or not value.strip():
         raise RowError("bad-category", f"category is {value!r}, not a name")
     return "mt_bench" if label == "spec_bench" and value in MT_BENCH else value
