@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.core import Completion, Round
 from paceline.decode.loop import Seconds
-from paceline.evaluate.metrics import acceptance, loops, ratio
+from paceline.evaluate.metrics import acceptance, loops, quotient, ratio
 from paceline.evaluate.traces import PHASES, Trace
 
 WITHOUT_LOOPS = (
@@ -205,11 +205,6 @@ def figures(measured: Sequence[Pair]) -> dict[str, Any]:
             "speedup_vs_plain": speedup(kept),
         },
     }
-
-
-def quotient(a: float | None, b: float | None) -> float | None:
-    """a / b; None where there is nothing to divide or to divide by."""
-    return a / b if a and b else None
 
 
 def speed(entries: Sequence[Entry]) -> float | None:

@@ -22,6 +22,11 @@ def ratio(total: float, count: float) -> float | None:
     return total / count if count else None
 
 
+def quotient(a: float | None, b: float | None) -> float | None:
+    """a / b for speeds; None where there is nothing to divide or to divide by."""
+    return a / b if a and b else None
+
+
 def percent(share: float | None, unknown: str = "-") -> str:
     """A share as text, whole percents; 100% is said of all and nothing less."""
     if share is None:

@@ -21,10 +21,12 @@ from paceline.evaluate.report_panels import (
     speedup_panel,
     split_panel,
 )
-from paceline.evaluate.report_summary import Entry, Setting, summarise, tiles
-from paceline.evaluate.results import PHASES, Bench, read_bench
+from paceline.evaluate.report_summary import Entry, Setting, remarks, summarise, tiles
+from paceline.evaluate.results import BASELINE, PHASES, Bench, read_bench
 
-BASELINE = "plain"
+# Facts of a machine: where files differ in one, each has tables of its own. The first are always named.
+MACHINE = ("dtype", "device", "threads", "device_name", "machine", "torch")
+NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,8 @@ class Block:
 
     setting: Setting
     tasks: Mapping[str, Sequence[Entry]]
-    best: Mapping[str, str]  # task -> label of its fastest method, if it is faster than plain
+    remarks: Sequence[str]
+    best: Mapping[str, Sequence[str]]  # task -> labels of methods that win it and beat plain
     speedup: Panel | None
     split: Sequence[Panel]
     histograms: Sequence[Panel]
@@ -133,7 +136,7 @@ def enter(benches: Sequence[Bench], names: Sequence[str]) -> list[Entry]:
     A method that several files measured keeps one label only where it is the same drafter and no
     two of its runs are the same; otherwise each of its labels names its file.
     """
-    machines = [", ".join(_machine(bench)) for bench in benches]
+    machines = _machines(benches)
     several = len(set(machines)) > 1
     found: dict[str, list[tuple[Any, ...]]] = {}
     weights: dict[str, set[str | None]] = {}
@@ -159,18 +162,30 @@ def enter(benches: Sequence[Bench], names: Sequence[str]) -> list[Entry]:
                 known = sum(one.index > 0 for one in series.values())
                 index = 0 if run.method == BASELINE else known + 1
                 series[label] = svg.Series(label=label, index=index)
-            entries.append(Entry(run=run, setting=setting, series=series[label]))
+            entries.append(
+                Entry(
+                    run=run,
+                    setting=setting,
+                    series=series[label],
+                    file=name,
+                    prompts=bench.prompts[run.task],
+                    max_new_tokens=bench.arguments["max_new_tokens"],
+                )
+            )
     return sorted(entries, key=lambda entry: entry.setting.order)
 
 
-def _machine(bench: Bench) -> list[str]:
-    environment = bench.environment
-    threads = environment["threads"]
-    return [
-        environment["dtype"],
-        environment["device"],
-        f"{threads} thread{'' if threads == 1 else 's'}",
-    ]
+def _machines(benches: Sequence[Bench]) -> list[str]:
+    """Each file's machine in words: number format, device, threads, and in what else they differ."""
+    tables = [bench.environment for bench in benches]
+    differ = [key for key in MACHINE[NAMED:] if len({table[key] for table in tables}) > 1]
+    found = []
+    for table in tables:
+        threads = f"{table['threads']} thread{'' if table['threads'] == 1 else 's'}"
+        facts = [table["dtype"], table["device"], threads]
+        facts += [f"torch {table[key]}" if key == "torch" else table[key] for key in differ]
+        found.append(", ".join(facts))
+    return found
 
 
 def notices(benches: Sequence[Bench], names: Sequence[str]) -> list[str]:
@@ -182,16 +197,28 @@ def notices(benches: Sequence[Bench], names: Sequence[str]) -> list[str]:
             found.append(
                 f"The files measured {task} on different prompts: compare methods of one file only."
             )
-    for what in ("environment", "arguments"):
-        tables = [getattr(bench, what) for bench in benches]
-        for key in dict.fromkeys(key for table in tables for key in table):
-            values = [_value(table.get(key)) for table in tables]
-            if len(set(values)) > 1 and key in ("dtype", "device", "threads", "max_new_tokens"):
+    kinds = (
+        ("environment", MACHINE, "compare speed-ups rather than tokens per second"),
+        ("arguments", ("max_new_tokens",), "compare methods of one file only"),
+        ("environment", ("paceline", "commit", "transformers"), "the code was not the same"),
+    )
+    for what, keys, so in kinds:
+        for key in keys:
+            values = [_value(getattr(bench, what).get(key)) for bench in benches]
+            if len(set(values)) > 1:
                 each = ", ".join(f"{n}: {v}" for n, v in zip(names, values, strict=True))
-                found.append(
-                    f"The files differ in {key} ({each}): compare speed-ups rather than "
-                    "tokens per second."
-                )
+                found.append(f"The files differ in {key} ({each}): {so}.")
+    return found
+
+
+def _best(entries: Sequence[Entry]) -> list[str]:
+    """Labels of the fastest among one task's entries that were asked the same, if it beats plain."""
+    found = []
+    for asked in dict.fromkeys(entry.asked for entry in entries):
+        some = [entry for entry in entries if entry.asked == asked]
+        fastest = max(some, key=lambda entry: entry.run.speedup_vs_plain or 0)
+        if fastest.series.index and (fastest.run.speedup_vs_plain or 0) > 1:
+            found.append(fastest.series.label)
     return found
 
 
@@ -222,11 +249,7 @@ def _block(place: int, setting: Setting, entries: Sequence[Entry], largest: floa
         task: [entry for entry in some if entry.series.index and entry.run.verify_rounds]
         for task, some in tasks.items()
     }
-    best = {}
-    for task, some in tasks.items():
-        fastest = max(some, key=lambda entry: entry.run.speedup_vs_plain or 0)
-        if fastest.series.index and (fastest.run.speedup_vs_plain or 0) > 1:
-            best[task] = fastest.series.label
+    tried = {task: [e for e in some if e.run.drafted_tokens] for task, some in drafted.items()}
 
     def panels(
         name: str, kind: Callable[..., Panel], some: Mapping[str, Sequence[Entry]]
@@ -240,11 +263,12 @@ def _block(place: int, setting: Setting, entries: Sequence[Entry], largest: floa
     return Block(
         setting=setting,
         tasks=tasks,
-        best=best,
+        remarks=remarks(totals),
+        best={task: _best(some) for task, some in tasks.items()},
         speedup=speedup_panel(f"speedup-{place}", setting, tasks, largest),
         split=panels("split", split_panel, timed),
         histograms=panels("histogram", histogram_panel, drafted),
-        slots=panels("slots", slots_panel, drafted),
+        slots=panels("slots", slots_panel, tried),
         categories=categories,
         methods=methods,
     )

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from paceline.evaluate import svg
+from paceline.evaluate import metrics, svg
 from paceline.evaluate.report_summary import Entry, Setting
 from paceline.evaluate.results import PHASES, SHARES, Run
 
@@ -112,8 +111,8 @@ def histogram_panel(name: str, task: str, setting: Setting, entries: Sequence[En
 def slots_panel(name: str, task: str, setting: Setting, entries: Sequence[Entry]) -> Panel:
     curves, rows = [], []
     for entry in entries:
-        slots = _kept_slots(entry.run)
-        shares = {kind: [slot[kind] or 0.0 for slot in slots] for kind in SHARES}
+        slots = entry.run.slot_acceptance
+        shares = {kind: [slot[kind] for slot in slots] for kind in SHARES}
         reached = [slot["reached"] for slot in slots]
         curves.append(svg.Curve(series=entry.series, reached=reached, **shares))
     depth = max(len(curve.reached) for curve in curves)
@@ -134,16 +133,6 @@ def slots_panel(name: str, task: str, setting: Setting, entries: Sequence[Entry]
     )
 
 
-def _kept_slots(run: Run) -> Sequence[Mapping[str, Any]]:
-    """Positions up to the last one that any round kept, at least the first.
-
-    The file ends with one more, which nothing kept: for a drafter of fixed length it is past the
-    end of the draft, where a share of 0 would look like a failure.
-    """
-    kept = [i for i, slot in enumerate(run.slot_acceptance) if slot["unconditional"]]
-    return run.slot_acceptance[: kept[-1] + 1 if kept else 1]
-
-
 def _alt(about: str, rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
     """A chart in words: what it is, then every row's numbers."""
     said = (
@@ -161,4 +150,5 @@ def number(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f}%"
+    """Whole percents; a dash where nothing was counted."""
+    return metrics.percent(value, "–")

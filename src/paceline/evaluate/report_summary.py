@@ -9,9 +9,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.evaluate.metrics import ratio
+from paceline.evaluate.metrics import percent, ratio
 from paceline.evaluate.results import Run
 from paceline.evaluate.svg import Series
+
+FEW_CHUNKS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,14 @@ class Entry:
     run: Run
     setting: Setting
     series: Series
+    file: str  # name of the file it is from
+    prompts: str  # fingerprint of the task's prompts
+    max_new_tokens: int
+
+    @property
+    def asked(self) -> tuple[str, str, int]:
+        """What was asked: only runs that were asked the same can be compared."""
+        return self.run.task, self.prompts, self.max_new_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +65,13 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The fastest method of one setting over the tasks that most methods share."""
+    """The fastest method of one setting among those that were asked the same."""
 
     setting: Setting
+    file: str | None  # where methods of several files cannot be compared: the file it is of
     entries: Sequence[Entry]  # its totals, one a task
     speedup: float  # geometric mean over those tasks
+    rivals: int  # methods that it was compared with, itself included
 
     @property
     def label(self) -> str:
@@ -67,37 +79,86 @@ class Finding:
         return self.entries[0].series.label
 
     @property
+    def where(self) -> str:
+        """The setting in words."""
+        return f"{self.setting.label}{f' in {self.file}' if self.file else ''}"
+
+    @property
     def acceptance(self) -> float:
-        """Committed tokens per verify round, pooled over the tasks."""
+        """Committed tokens per verify round, pooled over the tasks; there are rounds to a speed-up."""
         rounds = sum(entry.run.verify_rounds for entry in self.entries)
-        return ratio(sum(entry.run.committed_tokens for entry in self.entries), rounds)
+        return sum(entry.run.committed_tokens for entry in self.entries) / rounds
 
 
 def findings(totals: Sequence[Entry]) -> list[Finding]:
     """The fastest method of every setting, settings in their order.
 
-    Only methods measured on as many tasks as any other one compete: a mean over the easy tasks
-    alone would win for nothing. Settings without a measured speed-up are left out.
+    Methods compete that were asked the same: the same tasks, prompts and reply lengths. One that
+    was measured on some of the others' tasks only is left out, since a mean over the easy tasks
+    alone would win for nothing. Where the prompts themselves differ, every file has its own winner.
     """
     found = []
     for setting in dict.fromkeys(entry.setting for entry in totals):
-        methods: dict[Series, list[Entry]] = {}
-        for entry in totals:
-            if entry.setting == setting and entry.series.index and entry.run.speedup_vs_plain:
-                methods.setdefault(entry.series, []).append(entry)
-        most = max(map(len, methods.values()), default=0)
-        means = [
-            Finding(
-                setting=setting,
-                entries=entries,
-                speedup=statistics.geometric_mean(e.run.speedup_vs_plain or 0 for e in entries),
-            )
-            for entries in methods.values()
-            if len(entries) == most
+        timed = [
+            entry
+            for entry in totals
+            if entry.setting == setting and entry.series.index and entry.run.speedup_vs_plain
         ]
-        if means:
-            found.append(max(means, key=lambda finding: finding.speedup))
+        files = list(dict.fromkeys(entry.file for entry in timed))
+        if timed and _comparable(timed):
+            found.append(_fastest(setting, None, timed))
+        else:
+            for file in files:
+                found.append(_fastest(setting, file, [e for e in timed if e.file == file]))
     return found
+
+
+def _by_method(entries: Sequence[Entry]) -> dict[Series, list[Entry]]:
+    methods: dict[Series, list[Entry]] = {}
+    for entry in entries:
+        methods.setdefault(entry.series, []).append(entry)
+    return methods
+
+
+def _comparable(entries: Sequence[Entry]) -> bool:
+    """Whether some method was asked all that any was."""
+    asked = [frozenset(e.asked for e in some) for some in _by_method(entries).values()]
+    return frozenset().union(*asked) in asked
+
+
+def _fastest(setting: Setting, file: str | None, entries: Sequence[Entry]) -> Finding:
+    methods = _by_method(entries).values()
+    most = max(methods, key=len)
+    same = frozenset(entry.asked for entry in most)
+    rivals = [some for some in methods if frozenset(entry.asked for entry in some) == same]
+    means = [
+        Finding(
+            setting=setting,
+            file=file,
+            entries=some,
+            speedup=statistics.geometric_mean(e.run.speedup_vs_plain or 0 for e in some),
+            rivals=len(rivals),
+        )
+        for some in rivals
+    ]
+    return max(means, key=lambda finding: finding.speedup)
+
+
+def remarks(entries: Sequence[Entry]) -> list[str]:
+    """What the figures of one setting's totals rest on, where that is not much."""
+    found = dict.fromkeys(
+        f"{e.run.task}: {e.run.unfilled_requests} of {e.run.requests} requests were decoded in "
+        f"batches of fewer than {e.run.batch_size} rows."
+        for e in entries
+        if e.run.unfilled_requests
+    )
+    few = dict.fromkeys(e.run.task for e in entries if e.run.chunks < FEW_CHUNKS)
+    if few:
+        found[
+            f"Fewer than {FEW_CHUNKS} chunks of requests on {', '.join(few)}: repeats even out the "
+            "clock, not the choice of prompts."
+        ] = None
+    return list(found)
 
 
 def summarise(totals: Sequence[Entry], target: str) -> list[str]:
@@ -106,8 +167,7 @@ def summarise(totals: Sequence[Entry], target: str) -> list[str]:
     if not found:
         return [_only_plain(totals, target)]
     first = found[0]
-    rivals = {e.series for e in totals if e.series.index and e.setting == first.setting}
-    among = f", the fastest of {len(rivals)} methods," if len(rivals) > 1 else ""
+    among = f", the fastest of {first.rivals} methods," if first.rivals > 1 else ""
     tasks = sorted(first.entries, key=lambda entry: -(entry.run.speedup_vs_plain or 0))
     each = ", ".join(f"{e.run.speedup_vs_plain:.2f}× on {e.run.task}" for e in tasks)
     mean = (
@@ -116,12 +176,12 @@ def summarise(totals: Sequence[Entry], target: str) -> list[str]:
         else f"on {tasks[0].run.task}"
     )
     said = [
-        f"On {target} at {first.setting.label}, {first.label}{among} {_verdict(first.speedup)} "
+        f"On {target} at {first.where}, {first.label}{among} {_verdict(first.speedup)} "
         f"({mean}), with {first.acceptance:.2f} tokens committed per verify round."
     ]
     if len(found) > 1:
-        others = "; ".join(f"{f.label} {f.speedup:.2f}× at {f.setting.label}" for f in found[1:])
-        said.append(f"Fastest in the other settings: {others}.")
+        others = "; ".join(f"{f.label} {f.speedup:.2f}× at {f.where}" for f in found[1:])
+        said.append(f"Fastest elsewhere: {others}.")
     return [*said, _identity(totals), *_loops(first)]
 
 
@@ -138,13 +198,13 @@ def tiles(totals: Sequence[Entry]) -> list[Tile]:
         Tile(value=f"{first.speedup:.2f}×", caption=f"plain decoding's speed: {first.label}"),
         Tile(value=f"{first.acceptance:.2f}", caption="tokens per verify round"),
         Tile(
-            value=f"{bugs}" if bugs else f"{ratio(same, replies):.0%}",
+            value=f"{bugs}" if bugs else percent(ratio(same, replies)),
             caption=f"of {replies} replies differ from plain: bugs"
             if bugs
             else f"of {replies} replies identical to plain{', the others near ties' * (near > 0)}",
             alarm=bugs > 0,
         ),
-        Tile(value=f"{loops:.0%}", caption=f"of {first.label}'s replies end in a loop"),
+        Tile(value=percent(loops), caption=f"of {first.label}'s replies end in a loop"),
     ]
 
 
@@ -198,7 +258,7 @@ def _loop_counts(finding: Finding) -> float:
     """Share of looping replies over the finding's tasks."""
     requests = sum(entry.run.requests for entry in finding.entries)
     looping = sum((e.run.looping_share or 0) * e.run.requests for e in finding.entries)
-    return ratio(looping, requests)
+    return looping / requests
 
 
 def _loops(finding: Finding) -> list[str]:
@@ -211,6 +271,6 @@ def _loops(finding: Finding) -> list[str]:
         f"; without them the speed-up is {statistics.geometric_mean(known):.2f}×" if known else ""
     )
     return [
-        f"At {finding.setting.label}, {share:.0%} of {finding.label}'s replies end in a loop, which "
+        f"At {finding.where}, {percent(share)} of {finding.label}'s replies end in a loop, which "
         f"flatters a drafter{speed}."
     ]

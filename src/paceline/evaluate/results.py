@@ -1,6 +1,7 @@
 """Reads the files that `paceline bench` writes, and refuses what does not match their schema.
 
-Does not know how the figures were measured, nor what becomes of them.
+Does not know how the figures were measured, nor what becomes of them. What follows from other figures
+is computed again: a number that was changed by hand does not get onto a page.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-NAME, VERSION = "paceline-bench", 1
+from paceline.evaluate.metrics import quotient, ratio
+
+NAME, VERSION = "paceline-bench", 2
+LONGEST = 4096  # tokens in one round; nothing drafts more, and a chart must end somewhere
+TOLERANCE = 1e-6  # of a figure that follows from others
 PHASES = ("draft", "refine", "verify", "accept", "commit")
 SHARES = ("unconditional", "conditional")
+BASELINE = "plain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +33,7 @@ class Maybe:
 # Kinds: str, int (a count), float (any finite number from 0 on), a dict of required keys, a list
 # with the kind of its entries, Mapping[str, kind] as {str: kind}. Other keys may stand beside them.
 _RATIO = Maybe(kind=float)
+_SLOT = ("position", "drafted", "reached", "accepted")
 _RUN = {
     "method": str,
     "task": str,
@@ -35,30 +42,43 @@ _RUN = {
     "temperature": float,
     "requests": int,
     "verify_rounds": int,
+    "drafted_tokens": int,
+    "accepted_drafts": int,
     "committed_tokens": int,
     "acceptance_length_pooled": _RATIO,
     "acceptance_length_request_mean": _RATIO,
+    "acceptance_length_full_bonus": _RATIO,
     "verified_per_committed": _RATIO,
     "histogram": {str: int},
-    "slot_acceptance": [{"position": int, "reached": int} | dict.fromkeys(SHARES, _RATIO)],
+    "slot_acceptance": [dict.fromkeys(_SLOT, int) | dict.fromkeys(SHARES, _RATIO)],
     "seconds": {name: float for name in (*PHASES, "total")},
     "forward_passes": float,
+    "rows_per_pass": _RATIO,
+    "unfilled_requests": int,
     "tokens_per_second": _RATIO,
     "speedup_vs_plain": _RATIO,
     "speedup_median": _RATIO,
     "speedup_end_to_end": _RATIO,
+    "chunks": int,
+    "measurements": int,
     "identical_to_plain": int,
     "near_ties": int,
     "bugs": int,
     "looping_share": _RATIO,
     "without_loops": {
         "requests": int,
+        "verify_rounds": int,
+        "committed_tokens": int,
         "acceptance_length_pooled": _RATIO,
         "speedup_vs_plain": _RATIO,
     },
 }
 _FILE = {
-    "environment": {"device": str, "threads": int, "dtype": str},
+    "environment": {
+        **dict.fromkeys(("device", "device_name", "machine", "torch", "dtype"), str),
+        "threads": int,
+        "commit": Maybe(kind=str),
+    },
     "target": {"name": str},
     "arguments": {"max_new_tokens": int},
     "methods": [{"name": str, "weights": Maybe(kind=str)}],
@@ -78,18 +98,24 @@ class Run:
     temperature: float
     requests: int
     verify_rounds: int
+    drafted_tokens: int
     committed_tokens: int
     acceptance_length_pooled: float | None
     acceptance_length_request_mean: float | None
+    acceptance_length_full_bonus: float | None
     verified_per_committed: float | None
     histogram: Mapping[str, int]
     slot_acceptance: Sequence[Mapping[str, Any]]
     seconds: Mapping[str, float]
     forward_passes: float
+    rows_per_pass: float | None
+    unfilled_requests: int
     tokens_per_second: float | None
     speedup_vs_plain: float | None
     speedup_median: float | None
     speedup_end_to_end: float | None
+    chunks: int
+    measurements: int
     identical_to_plain: int
     near_ties: int
     bugs: int
@@ -188,36 +214,75 @@ def _check_sums(raw: dict[str, Any]) -> None:
     if not raw["runs"]:
         raise ValueError("runs: empty, nothing was measured")
     names = {key: {entry["name"] for entry in raw[key]} for key in ("methods", "tasks")}
-    keys = set()
+    runs: dict[tuple[Any, ...], dict[str, Any]] = {}
     for i, run in enumerate(raw["runs"]):
         for singular, known in (("method", names["methods"]), ("task", names["tasks"])):
             if run[singular] not in known:
                 raise ValueError(f"runs[{i}].{singular}: {run[singular]!r} is not in {singular}s")
-        key = tuple(
-            run[name] for name in ("method", "task", "category", "batch_size", "temperature")
-        )
-        if key in keys:
+        key = (run["method"], *_place(run))
+        if key in runs:
             raise ValueError(f"runs[{i}]: a second run of {', '.join(map(str, key))}")
-        keys.add(key)
-        if not all(key.isdecimal() and key == str(int(key)) != "0" for key in run["histogram"]):
-            raise ValueError(f"runs[{i}].histogram: keys must be counts from 1 on")
-        rounds = {int(length): count for length, count in run["histogram"].items()}
-        for name, total in (
-            ("verify_rounds", sum(rounds.values())),
-            ("committed_tokens", sum(length * count for length, count in rounds.items())),
-        ):
-            if run[name] != total:
-                raise ValueError(f"runs[{i}].{name}: {run[name]}, but the histogram has {total}")
-        verdicts = run["identical_to_plain"] + run["near_ties"] + run["bugs"]
-        if verdicts != run["requests"]:
-            raise ValueError(
-                f"runs[{i}].requests: not the sum of identical_to_plain, near_ties and bugs"
-            )
-        positions = [slot["position"] for slot in run["slot_acceptance"]]
-        if positions != list(range(1, len(positions) + 1)) or (
-            run["verify_rounds"] and not positions
-        ):
-            raise ValueError(f"runs[{i}].slot_acceptance: positions must be 1, 2, ... without gaps")
-        shares = [slot[name] for slot in run["slot_acceptance"] for name in SHARES]
-        if any(share is not None and share > 1 for share in [*shares, run["looping_share"]]):
-            raise ValueError(f"runs[{i}]: slot_acceptance or looping_share is a share above 1")
+        runs[key] = run
+        _check_run(run, f"runs[{i}]")
+    for i, run in enumerate(raw["runs"]):
+        plain = runs.get((BASELINE, *_place(run)))
+        if plain is None:
+            raise ValueError(f"runs[{i}]: {BASELINE} was not measured beside it")
+        faster = quotient(run["tokens_per_second"], plain["tokens_per_second"])
+        _agree(f"runs[{i}].speedup_vs_plain", run["speedup_vs_plain"], faster)
+
+
+def _place(run: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(run[name] for name in ("task", "category", "batch_size", "temperature"))
+
+
+def _agree(where: str, found: float | None, wanted: float | None) -> None:
+    """Raise ValueError where a figure is not what the sums beside it make."""
+    same = found is None if wanted is None else found is not None
+    if not same or (
+        found is not None and wanted is not None and abs(found - wanted) > TOLERANCE * abs(wanted)
+    ):
+        raise ValueError(f"{where}: {_found(found)}, but the sums beside it make {_found(wanted)}")
+
+
+def _check_run(run: Mapping[str, Any], where: str) -> None:
+    """One run's sums and the ratios that follow from them."""
+    if not all(key.isdecimal() and key == str(int(key)) != "0" for key in run["histogram"]):
+        raise ValueError(f"{where}.histogram: keys must be counts from 1 on")
+    rounds = {int(length): count for length, count in run["histogram"].items()}
+    if max(rounds, default=0) > LONGEST:
+        raise ValueError(f"{where}.histogram: {max(rounds)} tokens in a round; at most {LONGEST}")
+    slots = run["slot_acceptance"]
+    if [slot["position"] for slot in slots] != list(range(1, len(slots) + 1)):
+        raise ValueError(f"{where}.slot_acceptance: positions must be 1, 2, ... without gaps")
+    for name, total, of in (
+        ("verify_rounds", sum(rounds.values()), "histogram"),
+        ("committed_tokens", sum(n * count for n, count in rounds.items()), "histogram"),
+        ("drafted_tokens", sum(slot["drafted"] for slot in slots), "slot_acceptance"),
+        ("accepted_drafts", sum(slot["accepted"] for slot in slots), "slot_acceptance"),
+    ):
+        if run[name] != total:
+            raise ValueError(f"{where}.{name}: {run[name]}, but the {of} has {total}")
+    if run["identical_to_plain"] + run["near_ties"] + run["bugs"] != run["requests"]:
+        raise ValueError(f"{where}.requests: not the sum of identical_to_plain, near_ties and bugs")
+    shares = [slot[name] for slot in slots for name in SHARES]
+    if any(share is not None and share > 1 for share in [*shares, run["looping_share"]]):
+        raise ValueError(f"{where}: slot_acceptance or looping_share is a share above 1")
+    seconds, kept = run["seconds"], run["without_loops"]
+    tokens, count = run["committed_tokens"], run["verify_rounds"]
+    for name, found, wanted in (
+        ("acceptance_length_pooled", run["acceptance_length_pooled"], ratio(tokens, count)),
+        (
+            "acceptance_length_full_bonus",
+            run["acceptance_length_full_bonus"],
+            ratio(run["accepted_drafts"] + count, count),
+        ),
+        ("seconds.total", seconds["total"], sum(seconds[phase] for phase in PHASES)),
+        ("tokens_per_second", run["tokens_per_second"], quotient(tokens, seconds["total"])),
+        (
+            "without_loops.acceptance_length_pooled",
+            kept["acceptance_length_pooled"],
+            ratio(kept["committed_tokens"], kept["verify_rounds"]),
+        ),
+    ):
+        _agree(f"{where}.{name}", found, wanted)

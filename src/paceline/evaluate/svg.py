@@ -90,12 +90,12 @@ class Counts:
 class Curve:
     """One method's acceptance by draft position 1, 2, ...: two shares in 0..1 per position.
 
-    ``reached``: of how many rounds the conditional share is.
+    ``reached``: of how many rounds the conditional share is; None where that is 0.
     """
 
     series: Series
-    unconditional: Sequence[float]
-    conditional: Sequence[float]
+    unconditional: Sequence[float | None]
+    conditional: Sequence[float | None]
     reached: Sequence[int]
 
 
@@ -120,8 +120,9 @@ def speedups(
                     axes.text(0, y, "not measured", va="center", color=colours["muted"])
                     continue
                 axes.barh(y, value, 0.78, color=colours[f"series-{bar.series.colour}"])
-                _beside(axes, value, y, f"{value:.2f}×")
-        axes.set_xlim(0, 1.18 * max(1.0, largest))
+                # With many methods colours repeat; the mark is the legend's, and no two are alike.
+                _beside(axes, value, y, f"{value:.2f}× {bar.series.glyph}")
+        axes.set_xlim(0, 1.24 * max(1.0, largest))
         axes.set_ylim(rows - 0.8, -0.6)
         axes.axvline(1, color=colours["text"], linewidth=1, linestyle=(0, (3, 2)))
         axes.set_yticks([])
@@ -165,14 +166,16 @@ def slots(name: str, description: str, curves: Sequence[Curve]) -> str:
                 values = curve.conditional if place else curve.unconditional
                 rounds = curve.reached if place else [curve.reached[0]] * len(values)
                 colour = colours[f"series-{curve.series.colour}"]
-                places = range(1, len(values) + 1)
-                axes.plot(places, values, color=colour, linewidth=1.6, clip_on=False)
+                known = [i for i, value in enumerate(values) if value is not None]
+                places, heights = [i + 1 for i in known], [values[i] for i in known]
+                few = [rounds[i] < FEW for i in known]
+                axes.plot(places, heights, color=colour, linewidth=1.6, clip_on=False)
                 axes.scatter(
                     places,
-                    values,
+                    heights,
                     s=24,
                     marker=MARKERS[curve.series.index % len(MARKERS)],
-                    facecolors=[colours["card"] if n < FEW else colour for n in rounds],
+                    facecolors=[colours["card"] if hollow else colour for hollow in few],
                     edgecolors=colour,
                     linewidths=1.2,
                     zorder=3,
