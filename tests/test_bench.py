@@ -276,9 +276,9 @@ def test_every_batch_size_and_temperature_is_warmed_up(
     prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = spied(monkeypatch)
-    given = arguments(prompts, temperatures=(0.0, 1.0), batch_sizes=(1, 2), max_new_tokens=40)
+    given = arguments(prompts, temperatures=(0.0, 1.0), batch_sizes=(1, 2), max_new_tokens=17)
     measure(given, x=Cyclic((0,)))
-    warm = [(name, p.temperature) for name, _, p in order if p.max_tokens < 40]
+    warm = [(name, p.temperature) for name, _, p in order if p.max_tokens < 17]
     assert warm == [(name, t) for t in (0.0, 0.0, 1.0, 1.0) for name in ("plain", "cyclic")]
 
 

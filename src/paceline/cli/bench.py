@@ -9,11 +9,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.common import DtypeOption, JsonOption, TargetOption, TokensOption, write_json
+
+if TYPE_CHECKING:
+    from paceline.evaluate.bench import BenchArguments
+    from paceline.evaluate.side import SideFile
 
 FEW, FEW_MARK = 3, "~"  # chunks of requests, and how a table marks fewer
 
@@ -51,8 +55,7 @@ def bench(
 
     Example: paceline bench --methods ngram,dflash --batch-size 1,8 --temperature 0,1 --json b.json
     """
-    from paceline.evaluate.bench import BenchArguments, run_bench
-    from paceline.evaluate.side import side_path
+    from paceline.evaluate.bench import BenchArguments
 
     arguments = BenchArguments(
         target=target,
@@ -71,18 +74,26 @@ def bench(
         import torch
 
         torch.set_num_threads(threads)
-    try:
-        with _progress() as progress:
-            found, side = run_bench(arguments, json_file, tell=_tell, progress=progress)
-    except KeyboardInterrupt:
-        kept = json_file is not None and side_path(json_file).exists()
-        _tell("stopped; the same command goes on after the finished chunks" if kept else "stopped")
-        raise typer.Exit(130) from None
+    found, side = _measured(arguments, json_file)
     write_json(json_file, found)
     side.remove()
     show(found)
     if any(run["bugs"] for run in found["runs"]):
         raise typer.Exit(1)
+
+
+def _measured(arguments: BenchArguments, out: Path | None) -> tuple[dict[str, Any], SideFile]:
+    """Run it with a bar; exit code 130 on Ctrl-C."""
+    from paceline.evaluate.bench import run_bench
+    from paceline.evaluate.side import side_path
+
+    try:
+        with _progress() as progress:
+            return run_bench(arguments, out, tell=_tell, progress=progress)
+    except KeyboardInterrupt:
+        kept = out is not None and side_path(out).exists()
+        _tell(f"stopped{'; the same command goes on after the finished chunks' * kept}")
+        raise typer.Exit(130) from None
 
 
 def probe(path: Path | None) -> None:
