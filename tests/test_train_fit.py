@@ -233,24 +233,13 @@ def test_bf16_computes_in_bf16_with_float32_masters(setup: TrainConfig, tmp_path
     assert not any(rounded)
 
 
-def test_the_commit_is_that_of_the_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    import paceline.train.checkpoint as module
-
-    command = ["git", "-C", str(Path(module.__file__).parent), "rev-parse", "HEAD"]
-    head = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    found = module._commit()
-    assert found is None if not head else found in (head, f"{head}-changed")
-    monkeypatch.setattr(module, "__file__", json.__file__)  # outside any source tree
-    assert module._commit() is None
-
-
 def test_a_run_leaves_logs_a_drafter_and_provenance_without_paths(
     setup: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     commit = "0" * 40
-    monkeypatch.setattr("paceline.train.checkpoint._commit", lambda: commit)
+    monkeypatch.setattr("paceline.train.checkpoint.source_commit", lambda: commit)
     folder = tmp_path / "run"
     moved: list[tuple[str, int, int]] = []
     said: list[str] = []

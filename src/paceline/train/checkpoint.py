@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from paceline.drafters.dflash import DFlashModule, save_dflash
+from paceline.provenance import source_commit
 from paceline.train.capture import target_fingerprint
 from paceline.train.config import TrainConfig
 from paceline.train.corpus import Corpus, fingerprint
@@ -87,28 +87,13 @@ def origin(config: TrainConfig, target: Any, corpora: Sequence[Corpus]) -> Origi
         target=target_fingerprint(target),
         versions={name: version(name) for name in _PACKAGES}
         | {"python": platform.python_version()},
-        commit=_commit(),
+        commit=source_commit(),
     )
 
 
 def _name(source: str | None) -> str | None:
     """A hub id or name as it is; of a path the last part."""
     return Path(source).name if source and Path(source).exists() else source
-
-
-def _commit() -> str | None:
-    """The commit of the source tree that runs, `-changed` if it was edited; None when installed."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)
-        changed = git("status", "--porcelain", "--", str(Path(__file__).parents[1]))
-        return git("rev-parse", "HEAD") + ("-changed" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def save_checkpoint(path: Path, trainee: Trainee, step: int, made: Origin) -> None:
