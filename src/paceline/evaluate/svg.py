@@ -253,8 +253,9 @@ def _panel(
 
 
 def _beside(axes: Any, x: float, y: float, text: str) -> None:
-    """A number right of the end of its bar."""
-    axes.annotate(text, (x, y), xytext=(4, 0), textcoords="offset points", va="center")
+    """A number right of the end of its bar; a line behind it is left out."""
+    box = {"facecolor": _ROLES["card"], "edgecolor": "none", "pad": 0.5}
+    axes.annotate(text, (x, y), xytext=(4, 0), textcoords="offset points", va="center", bbox=box)
 
 
 def _locator(steps: int, *, integer: bool = False) -> Any:
