@@ -32,12 +32,15 @@ def smollm2_dflash(data: tuple[str, ...], run_dir: str = "runs/smollm2-dflash") 
 def smollm2_dflash_longer(
     data: tuple[str, ...], run_dir: str = "runs/smollm2-dflash-longer"
 ) -> TrainConfig:
-    """The packaged drafter's second run: full blocks from the start, more anchors, more text.
+    """The packaged drafter's second run: full blocks from the start, more anchors, more text and words.
 
     Set ``init_from`` to the first run's drafter; without it the run starts at target layers.
     """
     return smollm2_dflash(data, run_dir).replace(
-        phases=(Phase(share=1.0, block_size=8, anchors_per_row=24),), lr=1.5e-3, steps=9000
+        phases=(Phase(share=1.0, block_size=8, anchors_per_row=24),),
+        draft_vocab_size=32768,
+        lr=1.5e-3,
+        steps=9000,
     )
 
 
