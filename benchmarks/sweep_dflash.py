@@ -161,7 +161,8 @@ def main() -> None:
         rate = row["positions"] / row["cpu_seconds"]
         print(
             f"| {row['variant']} | {row['steps']} | {row['positions'] / 1000:.0f}k | {rate:.0f} "
-            f"| {row['served_estimate']:.3f} |"
+            f"| {row['served_estimate']:.3f} "
+            f"| {row['by_source']['chat']:.3f} | {row['by_source']['code']:.3f} |"
         )
 
 
