@@ -121,7 +121,8 @@ def launch(config: TrainConfig, folder: Path, ranks: int = 0) -> subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # Sums depend on the number of threads; several processes share the cores.
+        env=os.environ | {"OMP_NUM_THREADS": "1" if ranks else str(torch.get_num_threads())},
     )
 
 
