@@ -210,12 +210,14 @@ def test_a_wrong_setting_is_named(setting: str, message: str) -> None:
 
 
 def test_settings_of_every_kind() -> None:
-    phases = '[{"share":0.25,"block_size":4,"anchors_per_row":8},{"share":0.75,"block_size":16,'
-    phases += '"anchors_per_row":256}]'
+    phases = (
+        '[{"share":0.25,"block_size":4,"anchors_per_row":8,"words":50},'
+        '{"share":0.75,"block_size":16,"anchors_per_row":256}]'
+    )
     pairs = [f"phases={phases}", "lr=1", "taps=[1,2]", "init_from=null", "draft_vocab_size=64"]
     config = qwen3_4b_dflash(DATA).replace(**parse_settings(pairs))
     assert config.phases == (
-        Phase(share=0.25, block_size=4, anchors_per_row=8),
+        Phase(share=0.25, block_size=4, anchors_per_row=8, words=50),
         Phase(share=0.75, block_size=16, anchors_per_row=256),
     )
     assert (config.lr, config.taps, config.draft_vocab_size) == (1, (1, 2), 64)

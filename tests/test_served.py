@@ -19,7 +19,7 @@ from paceline.train.capture import Taps, capture
 from paceline.train.corpus import Row
 from paceline.train.features import FeatureRow
 from paceline.train.served import Served, served_estimate, walk
-from paceline.train.trainee import Trainee, make_trainee
+from paceline.train.trainee import Head, Trainee, make_trainee, row_of
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,10 @@ def shipped(target: object, rows: list[FeatureRow]) -> Trainee:
     _, _, d2t = load_dflash(folder)
     assert d2t is not None
     trainee.vocabulary = draft_to_target(d2t)
-    trainee.head_VD = target.get_output_embeddings().weight[trainee.vocabulary].contiguous()
-    trainee.to_draft = torch.full((shape.vocab_size,), -100)
-    trainee.to_draft[trainee.vocabulary] = torch.arange(len(trainee.vocabulary))
+    trainee.head = Head(
+        target.get_output_embeddings().weight[trainee.vocabulary].contiguous(),
+        row_of(trainee.vocabulary, shape.vocab_size),
+    )
     return trainee
 
 

@@ -47,7 +47,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
         taps=(0, 2, 3),
         init_layers=(1, 3),
         phases=(
-            Phase(share=0.5, block_size=2, anchors_per_row=4),
+            Phase(share=0.5, block_size=2, anchors_per_row=4, words=30),
             Phase(share=0.5, block_size=4, anchors_per_row=2),
         ),
         mask_token_id=16,
@@ -344,8 +344,9 @@ def test_the_teacher_of_a_draft_is_the_targets_state_one_token_before(
     model = load_frozen(setup.target, torch.float32)
     checked = 0
 
-    def watch(config: Any, trainee: Any, rows: Any, blocks: Any, labels: Any, weights: Any) -> Any:
+    def watch(kind: Any, trainee: Any, rows: Any, blocks: Any, head: Any, supervised: Any) -> Any:
         nonlocal checked
+        labels, _ = supervised
         real = module.frozen_head_distance
 
         def look(drafts: Any, head: Any, teacher: Any, *rest: Any) -> Any:
@@ -365,7 +366,7 @@ def test_the_teacher_of_a_draft_is_the_targets_state_one_token_before(
 
         with monkeypatch.context() as patch:
             patch.setattr(module, "frozen_head_distance", look)
-            return inner(config, trainee, rows, blocks, labels, weights)
+            return inner(kind, trainee, rows, blocks, head, supervised)
 
     inner = module._loss
     monkeypatch.setattr(module, "_loss", watch)

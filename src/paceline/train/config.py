@@ -48,11 +48,16 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A stretch of the run with one block length: ``share`` of the steps."""
+    """A stretch of the run with one block length: ``share`` of the steps.
+
+    ``words`` trains against the head's rows of that many most frequent words alone, which is cheaper;
+    the head is frozen, so a later phase adds the others at no loss. None: the whole draft vocabulary.
+    """
 
     share: float
     block_size: int
     anchors_per_row: int
+    words: int | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -60,6 +65,8 @@ class Phase:
             raise ValueError(
                 "a phase needs block_size >= 2 (anchor included), anchors_per_row >= 1, share > 0"
             )
+        if self.words is not None and self.words < 1:
+            raise ValueError("words of a phase must be at least 1, or null for all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +202,9 @@ def parse_settings(pairs: list[str]) -> Mapping[str, Any]:
 
 
 def _phases(value: Any) -> list[Phase]:
-    names = [field.name for field in dataclasses.fields(Phase)]
+    names = [
+        field.name for field in dataclasses.fields(Phase) if field.default is dataclasses.MISSING
+    ]
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ValueError(f"phases must be a JSON list of objects with {', '.join(names)}")
     for item in value:

@@ -77,7 +77,8 @@ def train_step(config: TrainConfig, trainee: Trainee, order: Order, step: int) -
         choose=draw(phase.anchors_per_row, seeds),
         limit=trainee.shape.max_position_embeddings,
     )
-    labels = trainee.labels(blocks)
+    head = trainee.head_of(phase.words)
+    labels = head.labels(blocks)
     weights = position_weights(labels, config.gamma) * blocks.keep_RA[..., None]
     weights = weights / weights.sum().clamp_min(1e-9)
     mine = _parts(len(batch), config.micro_batches, trainee.ranks)
@@ -89,7 +90,8 @@ def train_step(config: TrainConfig, trainee: Trainee, order: Order, step: int) -
         part_weights = (weights * mask)[chosen]
         here, items = blocks.take(chosen), [batch[r] for r in chosen]
         with trainee.micro_batch(last=at == len(mine) - 1):
-            part_loss = _loss(config, trainee, items, here, labels[chosen], part_weights)
+            supervised = labels[chosen], part_weights
+            part_loss = _loss(config.loss, trainee, items, here, head.rows_VD, supervised)
             # Processes average their gradients; the parts are to be summed.
             (part_loss * trainee.ranks.world).backward()
         loss += float(part_loss.detach())
@@ -104,26 +106,25 @@ def train_step(config: TrainConfig, trainee: Trainee, order: Order, step: int) -
 
 
 def _loss(
-    config: TrainConfig,
+    kind: str,
     trainee: Trainee,
     rows: Sequence[FeatureRow],
     blocks: Blocks,
-    labels_RAk: Tensor,
-    weights_RAk: Tensor,
+    head_VD: Tensor,
+    supervised: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """The weighted loss of some rows' blocks."""
+    """The weighted loss of some rows' blocks; ``supervised`` are labels and weights [R, A, k]."""
     device, width = trainee.ranks.device, blocks.width
-    weights = weights_RAk.flatten().to(device)
-    if config.loss == "ce":
+    labels, weights = (part.flatten().to(device) for part in supervised)
+    if kind == "ce":
         drafts = trainee.model(blocks, trainee.features(rows, width)[0])
-        labels = labels_RAk.flatten().to(device)
-        return frozen_head_ce(drafts, trainee.head_VD, labels, weights)
+        return frozen_head_ce(drafts, head_VD, labels, weights)
     sources = blocks.sources_RAk.to(device)
     features, teacher_RSD = trainee.features(rows, width + blocks.block_size)
     drafts = trainee.model(blocks, features[:, :width])
     each_row = torch.arange(len(rows), device=device)[:, None, None]
     teacher = teacher_RSD[each_row, sources].flatten(0, 2)
-    return frozen_head_distance(drafts, trainee.head_VD, teacher, weights, config.loss)
+    return frozen_head_distance(drafts, head_VD, teacher, weights, kind)
 
 
 def _parts(rows: int, micro_batches: int, ranks: Ranks) -> list[list[int]]:

@@ -111,6 +111,6 @@ def _part_runs(trainee: Trainee, part: Sequence[FeatureRow], block_size: int) ->
     )
     features, _ = trainee.features(part, blocks.width)
     drafts = trainee.model(blocks, features)
-    labels = trainee.labels(blocks).flatten(0, 1).to(drafts.device)
-    runs = leading_correct(drafts, trainee.head_VD, labels).view(len(part), anchors)
+    labels = trainee.head.labels(blocks).flatten(0, 1).to(drafts.device)
+    runs = leading_correct(drafts, trainee.head.rows_VD, labels).view(len(part), anchors)
     return [line[:kept].tolist() for line, kept in zip(runs, blocks.keep_RA.sum(1), strict=True)]

@@ -10,6 +10,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,6 +70,19 @@ def use_copies(module: nn.Module, dtype: torch.dtype) -> None:
             part.__dict__[name] = master.to(dtype)
 
 
+@dataclass(frozen=True)
+class Head:
+    """Rows of the target's frozen head: of the draft vocabulary, or of its most frequent words."""
+
+    rows_VD: Tensor
+    to_draft: Tensor  # [V] row of a target id, -100 for one that has none
+
+    def labels(self, blocks: Blocks) -> Tensor:
+        """Labels as rows [R, A, k]; -100 where a draft could never be right."""
+        known = blocks.labels_RAk.clamp_min(0)
+        return torch.where(blocks.labels_RAk >= 0, self.to_draft[known], -100)
+
+
 @dataclass(kw_only=True)
 class Trainee:
     """A drafter in training. ``model`` is ``states`` itself, or what DDP or FSDP made of it.
@@ -81,23 +96,29 @@ class Trainee:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     rms_F: Tensor
-    head_VD: Tensor
+    head: Head
     vocabulary: Tensor | None  # target ids [V'] of the draft vocabulary
-    to_draft: Tensor  # [V] draft index of a target id, -100 outside the draft vocabulary
+    counts: npt.NDArray[np.int64]  # [V] how often the training replies have each target id
     ranks: Ranks
     totals: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("blocks", "positions", "seconds"), 0.0)
     )
+    _short: Head | None = field(default=None, init=False, repr=False)
 
     @property
     def dtype(self) -> torch.dtype:
         """What products are taken in."""
-        return self.head_VD.dtype
+        return self.head.rows_VD.dtype
 
-    def labels(self, blocks: Blocks) -> Tensor:
-        """Labels in the draft vocabulary [R, A, k]; -100 where a draft could never be right."""
-        known = blocks.labels_RAk.clamp_min(0)
-        return torch.where(blocks.labels_RAk >= 0, self.to_draft[known], -100)
+    def head_of(self, words: int | None) -> Head:
+        """The head for the most frequent ``words`` of the draft vocabulary; None: all of it."""
+        if words is None or words >= len(self.head.rows_VD):
+            return self.head
+        if self._short is None or len(self._short.rows_VD) != words:
+            ids = torch.from_numpy(draft_vocabulary(self.counts, words))
+            rows = self.head.to_draft[ids].to(self.head.rows_VD.device)
+            self._short = Head(self.head.rows_VD[rows].contiguous(), row_of(ids, len(self.counts)))
+        return self._short
 
     def features(self, rows: Sequence[FeatureRow], width: int) -> tuple[Tensor, Tensor]:
         """Scaled features [R, width, F] of the first tokens of each row, on the device.
@@ -125,6 +146,13 @@ class Trainee:
     def d2t(self) -> Tensor | None:
         """The draft vocabulary as a drafter folder stores it."""
         return None if self.vocabulary is None else offsets_of(self.vocabulary)
+
+
+def row_of(ids_V: Tensor, vocab_size: int) -> Tensor:
+    """Where each target id stands in ``ids_V``; -100 if nowhere. [V]"""
+    rows = torch.full((vocab_size,), -100)
+    rows[ids_V] = torch.arange(len(ids_V))
+    return rows
 
 
 def fused(masters: dict[str, Tensor], rms_F: Tensor) -> dict[str, Tensor]:
@@ -155,13 +183,12 @@ def make_trainee(
     with torch.no_grad():
         drafter.fc.weight.mul_(rms)
     head = target.get_output_embeddings().weight.detach().to(dtype)
+    counts = count_tokens([item.row for item in rows], shape.vocab_size)
     vocabulary, to_draft = None, torch.arange(shape.vocab_size)
     if shape.draft_vocab_size is not None:
-        counts = count_tokens([item.row for item in rows], shape.vocab_size)
         vocabulary = torch.from_numpy(draft_vocabulary(counts, shape.draft_vocab_size))
         head = head[vocabulary.to(head.device)]
-        to_draft = torch.full((shape.vocab_size,), -100)
-        to_draft[vocabulary] = torch.arange(len(vocabulary))
+        to_draft = row_of(vocabulary, shape.vocab_size)
     embedding = embedding_table(target, dtype).to(ranks.device)
     states = DraftStates(drafter.to(ranks.device), embedding, dtype, config.recompute)
     model = spread(states, config.parallel, ranks, dtype)
@@ -178,9 +205,9 @@ def make_trainee(
         model=model,
         optimizer=optimizer,
         rms_F=rms.to(ranks.device),
-        head_VD=head.to(ranks.device).contiguous(),
+        head=Head(head.to(ranks.device).contiguous(), to_draft),
         vocabulary=vocabulary,
-        to_draft=to_draft,
+        counts=counts,
         ranks=ranks,
     )
 
