@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.common import DtypeOption, JsonOption, TargetOption, TokensOption, write_json
+from paceline.cli.common import (
+    DtypeOption,
+    JsonOption,
+    TargetOption,
+    TokensOption,
+    progress_bar,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from paceline.evaluate.bench import BenchArguments
@@ -88,7 +95,8 @@ def _measured(arguments: BenchArguments, out: Path | None) -> tuple[dict[str, An
     from paceline.evaluate.side import side_path
 
     try:
-        with _progress() as progress:
+        with progress_bar() as (_, move):
+            progress = partial(move, "replies")
             return run_bench(arguments, out, tell=_tell, progress=progress)
     except KeyboardInterrupt:
         kept = out is not None and side_path(out).exists()
@@ -127,20 +135,6 @@ def _number(option: str, kind: Callable[[str], Any], text: str) -> Any:
         return kind(text)
     except ValueError:
         raise ValueError(f"{option}: {text!r} is not a number") from None
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; the value is a function to call with replies done and in all."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("replies"), Remaining())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def show(found: dict[str, Any]) -> None:

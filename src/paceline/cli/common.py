@@ -1,4 +1,4 @@
-"""What the commands share: option types and figures written as JSON.
+"""What the commands share: option types, a progress bar, figures written as JSON.
 
 Knows no command.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +26,33 @@ JsonOption = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, help="Write the figures here, too.")
 ]
 TokensOption = Annotated[int, typer.Option(help="At most this many new tokens per reply.")]
+
+
+@contextmanager
+def progress_bar() -> Iterator[tuple[Any, Callable[[str, int, int | None], None]]]:
+    """The console on stderr, and what moves a bar there: (text, done, total or None).
+
+    Where stderr is no terminal there is no bar.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    text = TextColumn("{task.description}", markup=False)
+    columns = (BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def move(what: str, done: int, total: int | None) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield console, move
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:

@@ -6,12 +6,14 @@ Knows no command.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from paceline.cli.common import progress_bar
 
 SHOWN = 20  # problems printed in full; all are counted, and all are in the JSON file
 
@@ -84,30 +86,15 @@ def refuse_nothing(counts: Mapping[str, Any], problems: Any) -> None:
 
 
 @contextmanager
-def progress_bar(total: int | None, done: int = 0) -> Iterator[Any]:
-    """A bar on stderr that begins at ``done``; the value is to be called with each row's tokens."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rows, {task.fields[tokens]} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task, tokens = progress.add_task("", total=total, completed=done, tokens=0), 0
+def row_bar(total: int | None, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """A bar that begins at ``done`` rows; the value is to be called with each row's tokens."""
+    with progress_bar() as (_, move):
+        rows, tokens = done, 0
+        move("rows", rows, total)
 
         def step(count: int) -> None:
-            nonlocal tokens
-            tokens += count
-            progress.update(task, advance=1, tokens=tokens)
+            nonlocal rows, tokens
+            rows, tokens = rows + 1, tokens + count
+            move(f"rows, {tokens} tokens", rows, total)
 
         yield step

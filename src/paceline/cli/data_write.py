@@ -30,8 +30,8 @@ from paceline.cli.data_common import (
     finish,
     left_out,
     parse_arguments,
-    progress_bar,
     refuse_nothing,
+    row_bar,
     telling_problems,
 )
 
@@ -68,7 +68,7 @@ def tokenize(
     problems = telling_problems()
     # The replies are the file's own: nothing says that this target's weights wrote them.
     facts = {"target": target, "kind": "tokenize", "template": arguments}
-    with RowFile(out, fingerprint.without_weights(), facts) as rows, progress_bar(None) as step:
+    with RowFile(out, fingerprint.without_weights(), facts) as rows, row_bar(None) as step:
         conversations = read_conversations(file, problems, limit)
         counts = tokenise(
             conversations, template, rows, problems, max_tokens=max_tokens, progress=step
@@ -172,7 +172,7 @@ def _answer(
 
     began = time.perf_counter()
     try:
-        with progress_bar(total, len(rows)) as step:
+        with row_bar(total, len(rows)) as step:
             counts = answer_all(
                 conversations, answerer, template, rows, problems, settings, progress=step
             )
@@ -208,7 +208,7 @@ def self_write(
     pipeline = paceline.load(target, drafter, dtype=dtype)
     dropped: Counter[str] = Counter()
     facts = {"target": target, "kind": "self-write"}
-    with RowFile(out, fingerprint, facts) as rows, progress_bar(count, len(rows)) as step:
+    with RowFile(out, fingerprint, facts) as rows, row_bar(count, len(rows)) as step:
         written = fill(
             pipeline,
             template,

@@ -10,12 +10,13 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.common import JsonOption, write_json
+from paceline.cli.common import JsonOption, progress_bar, write_json
 
 if TYPE_CHECKING:
     from paceline.train.config import TrainConfig
@@ -86,27 +87,11 @@ def train(
 @contextmanager
 def _bar() -> Iterator[tuple[Callable[[str], None], Callable[[str, int, int], None]]]:
     """Functions that print a line, and that move a bar: on a terminal; else the bar is lines, too."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield typer.echo, lambda what, done, total: typer.echo(f"{done}/{total} {what}")
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def move(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield lambda line: bar.console.print(line, markup=False, emoji=False, highlight=False), move
+    with progress_bar() as (console, move):
+        if console.is_terminal:
+            yield partial(console.print, markup=False, emoji=False, highlight=False), move
+        else:
+            yield typer.echo, lambda what, done, total: typer.echo(f"{done}/{total} {what}")
 
 
 def show(config: TrainConfig) -> None:
