@@ -16,6 +16,7 @@ import argparse
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -111,6 +112,8 @@ def run_one(name: str, out: Path, seconds: float, number: int) -> dict[str, Any]
         return found
 
     training.train_step = timed
+    for folder in (out / f"timing-{number}", out / f"run-{number}"):  # of a run that was stopped
+        shutil.rmtree(folder, ignore_errors=True)
     # All phases take their turn in the timed steps, in the run's own proportions.
     training.fit(config_of(name, out, TIMED + WARM, f"timing-{number}"), say=lambda _: None)
     per_step = sum(clock[WARM:]) / TIMED
