@@ -165,6 +165,34 @@ def test_a_data_set_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None
     assert dict(problems.counts) == {"no-known-field": 1}
 
 
+def test_tables_and_saved_data_sets_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    turns = [
+        [{"role": "user", "content": "Hi", "name": "Ann"}],
+        [{"role": "user", "content": "Ho"}],
+    ]
+    chats = datasets.Dataset.from_list([{"messages": turn} for turn in turns])
+    (tmp_path / "folder").mkdir()
+    chats.to_parquet(tmp_path / "one.parquet")
+    chats.to_parquet(tmp_path / "folder" / "train.parquet")
+    chats.save_to_disk(tmp_path / "saved")
+    for name in ("one.parquet", "folder", "folder:train", "saved"):
+        found = read(f"{tmp_path}/{name}")
+        assert [c.messages for c in found] == turns, "no nulls that other rows' fields bring"
+    datasets.Dataset.from_dict({"prompt": ["one", "two, three"]}).to_csv(tmp_path / "t.csv")
+    assert [c.messages[0]["content"] for c in read(tmp_path / "t.csv")] == ["one", "two, three"]
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"bad\.parquet: neither a file nor a data set"):
+        read(tmp_path / "bad.parquet")
+    with pytest.raises(ValueError, match=r"none\.csv: neither a file nor a data set"):
+        read(tmp_path / "none.csv")
+
+
 def test_without_the_datasets_library_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"paceline\[train\]"):

@@ -30,6 +30,7 @@ ROLES = {
 }
 # Fields of a message that templates read; others (ids, weights, timestamps) are left behind.
 _KEPT = ("reasoning_content", "reasoning", "thinking", "tool_call_id", "name")
+_TABLES = {".parquet": "parquet", ".csv": "csv"}  # read by the datasets library
 _PROMPTS = ("prompt", "question", "text")
 _REPLIES = ("completion", "response")
 
@@ -78,7 +79,8 @@ class Problems:
 def read_conversations(
     source: str | Path, problems: Problems, limit: int | None = None
 ) -> Iterator[Conversation]:
-    """The usable rows of a file (JSON lines or one array, may be .gz), folder or ``datasets`` name.
+    """The usable rows of a file (JSON lines, one array, .gz of either, .parquet, .csv), folder or
+    ``datasets`` name.
 
     Rows hold ``messages``, ``conversations`` (ShareGPT: from, value), ``prompt`` with ``completion``
     or ``response``, or only ``prompt``, ``question``, ``text`` or ``turns``; ``tools`` may stand
@@ -231,7 +233,7 @@ def _check_order(messages: list[Message]) -> None:
 def raw_rows(source: str | Path) -> Iterator[tuple[str, Any]]:
     """Place and decoded row, or place and the RowError of bytes that hold none."""
     path = Path(source)
-    if not path.is_file():
+    if path.suffix in _TABLES or not path.is_file():
         if path.suffix in (".jsonl", ".json", ".gz"):
             raise ValueError(f"{path}: no such file")
         yield from _dataset_rows(source)
@@ -275,7 +277,7 @@ def _array_rows(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _dataset_rows(source: str | Path) -> Iterator[tuple[str, Any]]:
-    """Rows of a folder or a hub name, by the ``datasets`` library; ``NAME:SPLIT``, default train."""
+    """Rows of a table, folder or hub name, by the ``datasets`` library; ``NAME:SPLIT``, default train."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
@@ -283,8 +285,11 @@ def _dataset_rows(source: str | Path) -> Iterator[tuple[str, Any]]:
             f"{source}: no such file; to read it as a data set: pip install 'paceline[train]'"
         ) from None
     name, _, split = str(source).partition(":")
+    kind = _TABLES.get(Path(name).suffix)
     try:
-        if (Path(name) / "state.json").exists():
+        if kind is not None:
+            rows = datasets.load_dataset(kind, data_files=name, split="train")
+        elif (Path(name) / "state.json").exists():
             rows = datasets.load_from_disk(name)
         else:
             rows = datasets.load_dataset(name, split=split or "train")
