@@ -321,3 +321,15 @@ def test_addresses_and_keys(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert set(server.paths) == {"/v1/chat/completions"} and set(server.keys) == {"Bearer secret"}
     with pytest.raises(ValueError, match="start it with http"):
         Client(url="localhost:8000", model="m")
+
+
+def test_a_server_that_is_not_there_is_said_at_once(serve: Any) -> None:
+    server = serve(lambda *_: said("ok"))
+    Client(url=server.url, model="m").find()  # it does not know GET, but it is there
+    server.close()
+    began = time.monotonic()
+    with pytest.raises(EndpointError, match=r"nobody answers there .*; start the server"):
+        Client(url=server.url, model="m").find()
+    with pytest.raises(EndpointError, match="nobody answers there"):
+        Client(url="http://no-such-host.invalid", model="m").find()
+    assert time.monotonic() - began < 5

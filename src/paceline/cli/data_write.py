@@ -155,6 +155,7 @@ def _answerer(
         return InProcess(pipeline, settings, batch_size=batch_size)
     url, model, concurrency = server
     client = Client(url=url, model=model)
+    client.find()  # six tries a request are for servers that were there
     return Endpoint(client, template, settings, concurrency=concurrency)
 
 

@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import random
+import socket
 import threading
 import time
 import urllib.error
@@ -65,6 +66,25 @@ class Client:
         base = self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
         return f"{base}/v1/chat/completions"
 
+    def find(self) -> None:
+        """Raise EndpointError if nobody listens there; what is answered does not matter."""
+        headers, base = self._headers(), self.address.removesuffix("/chat/completions")
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(f"{base}/models", None, headers), timeout=10
+            ):
+                pass
+        except urllib.error.HTTPError as error:
+            error.close()
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, (ConnectionRefusedError, socket.gaierror)):
+                raise EndpointError(
+                    f"{base}: nobody answers there ({error.reason}); start the server, "
+                    "or check --endpoint"
+                ) from None
+        except (OSError, http.client.HTTPException):
+            pass  # slow or rude, but there
+
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """The server's reply object.
 
@@ -83,10 +103,12 @@ class Client:
                     break
         raise RowError("endpoint-failed", "the run was stopped")
 
+    def _headers(self) -> dict[str, str]:
+        key = os.environ.get("OPENAI_API_KEY")
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
+        headers = {"Content-Type": "application/json"} | self._headers()
         request = urllib.request.Request(self.address, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
