@@ -32,15 +32,21 @@ def smollm2_dflash(data: tuple[str, ...], run_dir: str = "runs/smollm2-dflash") 
 def smollm2_dflash_longer(
     data: tuple[str, ...], run_dir: str = "runs/smollm2-dflash-longer"
 ) -> TrainConfig:
-    """The packaged drafter's second run: full blocks from the start, more anchors, more text and words.
+    """The packaged drafter's later runs: more words, and again short blocks and few words first.
 
-    Set ``init_from`` to the first run's drafter; without it the run starts at target layers.
+    Half of a step is the head: with few words and short blocks the first slots are taught most often a
+    second. Set ``init_from`` to the earlier drafter; without it the run starts at target layers.
     """
     return smollm2_dflash(data, run_dir).replace(
-        phases=(Phase(share=1.0, block_size=8, anchors_per_row=24),),
+        phases=(
+            Phase(share=0.55, block_size=4, anchors_per_row=32, words=8192),
+            Phase(share=0.2, block_size=8, anchors_per_row=16, words=16384),
+            Phase(share=0.25, block_size=8, anchors_per_row=16),
+        ),
         draft_vocab_size=32768,
+        rows_per_step=3,
         lr=1.5e-3,
-        steps=9000,
+        steps=14000,
     )
 
 
