@@ -349,7 +349,25 @@ def test_a_target_is_only_for_the_recipe_that_takes_one(stranger: tuple[Path, Pa
     model, rows = stranger
     found = run("train", "qwen3_8b_dflash", "--target", str(model), "--data", str(rows))
     assert isinstance(found.exception, ValueError) and "`dflash` takes" in str(found.exception)
-    found = run("train", "dflash", "--dry-run")
+    found = run("train", "dflash", "--dry-run", "--target", str(model))
     assert isinstance(found.exception, ValueError) and "--data" in str(found.exception)
+    found = run("train", "dflash", "--dry-run", "--data", str(rows))
+    assert isinstance(found.exception, ValueError) and "--target" in str(found.exception)
+
+
+def test_without_a_run_dir_the_recipes_own_is_taken() -> None:
+    shown = run("train", "smollm2_dflash", "--dry-run").stdout
+    assert "run_dir=runs/smollm2-dflash\n" in shown.replace('"', "")
+
+
+def test_a_drafter_to_start_from_is_looked_at_before_anything_is_captured(
+    stranger: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, rows = stranger
+    words = ["train", "dflash", "--target", str(model), "--data", str(rows)]
+    here, start = tmp_path / "run", f"init_from={tmp_path / 'nowhere'}"
+    found = run(*words, "--run-dir", str(here), "--set", start, "--set", "steps=1")
+    assert isinstance(found.exception, ValueError) and "nowhere" in str(found.exception)
+    assert not list(here.glob("features-*"))
     found = run("train", "dflash", "--target", "no/such/model", "--data", str(rows))
     assert isinstance(found.exception, ValueError) and "no/such/model" in str(found.exception)

@@ -29,7 +29,7 @@ from paceline.cli.train import recipes, train
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Faster answers from a language model, word for word the same.",
+    help="Faster answers from a language model that says what it would have said.",
 )
 app.add_typer(data_commands.app, name="data")
 
@@ -59,7 +59,9 @@ def generate(
     dtype: DtypeOption = "auto",
     max_new_tokens: TokensOption = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens of this share.")
+    ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same reply.")] = None,
     json_file: JsonOption = None,
 ) -> None:

@@ -43,9 +43,12 @@ def train(
     target: Annotated[
         str | None, typer.Option(help="For the recipe `dflash`: folder, hub id or GGUF file.")
     ] = None,
-    run_dir: Annotated[Path, typer.Option(help="Features, checkpoints, logs.")] = Path(
-        "runs/drafter"
-    ),
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Features, checkpoints, logs, the drafter; none: runs/ and the recipe's name."
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value (JSON or text), repeatable.")
     ] = None,
@@ -68,10 +71,13 @@ def train(
         if "target" not in takes(chosen):
             raise ValueError(f"{recipe} is for one target; `dflash` takes --target")
         changes["target"] = target
+    elif "target" in takes(chosen):
+        raise ValueError(f"{recipe} is for any target; name one with --target")
     if dry_run and not files and not takes(chosen):
         files = ("FILE (--data)",)
     given = {key: value for key, value in changes.items() if key in takes(chosen)}
-    config = chosen(files, run_dir=str(run_dir), **given).replace(**changes)
+    where = {} if run_dir is None else {"run_dir": str(run_dir)}
+    config = chosen(files, **where, **given).replace(**changes)
     if dry_run:
         show(config)
         return
@@ -81,7 +87,6 @@ def train(
         outcome = fit(config, say=say, progress=progress)
     if not outcome.finished:
         raise typer.Exit(128 + signal.SIGTERM)
-    typer.echo(f"drafter in {outcome.drafter}")
 
 
 @contextmanager

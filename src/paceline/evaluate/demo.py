@@ -80,10 +80,18 @@ def run_demo(target: str, drafter: str, dtype: str, max_new_tokens: int) -> dict
     median = statistics.median(row["speedup_vs_plain"] for row in rows)
     console.print(table)
     console.print(f"All prompts: {total:.2f}x plain decoding (median {median:.2f}x), batch 1.")
+    if any(row["identical"].startswith("near-tie") for row in rows):
+        console.print(
+            "near-tie: the model's two best tokens lay within the rounding of the dtype (in brackets, "
+            "their distance), so passes over one and over several tokens may differ; in fp32 replies "
+            "are identical (--dtype fp32)."
+        )
     return {
         "speedup_vs_plain": total,
         "speedup_median": median,
-        "dtype": dtype,
+        "target": target,
+        "drafter": drafter,
+        "dtype": str(pipeline.target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "prompts": rows,
     }

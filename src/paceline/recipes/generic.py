@@ -20,7 +20,7 @@ def dflash(
     data: tuple[str, ...],
     run_dir: str = "runs/dflash",
     *,
-    target: str = "smollm2",
+    target: str,
     taps: tuple[int, ...] | None = None,
     mask_token_id: int | None = None,
 ) -> TrainConfig:

@@ -9,7 +9,7 @@ from paceline.train.config import Phase, TrainConfig
 
 
 def smollm2_dflash(data: tuple[str, ...], run_dir: str = "runs/smollm2-dflash") -> TrainConfig:
-    """The packaged drafter: 2 layers started from target layers 9 and 21, blocks of 8, 16k words.
+    """The packaged drafter's first run: 2 layers from target layers 9 and 21, blocks of 8, 16k words.
 
     Blocks of 4 first: more first slots per second while nothing later can be learnt yet.
     """

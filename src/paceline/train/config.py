@@ -219,8 +219,8 @@ def _check_names(given: Mapping[str, Any], kind: type, what: str) -> None:
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown {what} {key!r}{hint}")
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"unknown {what} {key!r}; {hint}")
 
 
 def _check_types(config: Any) -> None:

@@ -41,6 +41,7 @@ from paceline.train.losses import frozen_head_ce, frozen_head_distance, position
 from paceline.train.order import Order
 from paceline.train.ranks import Ranks, join_processes, only_run
 from paceline.train.served import Served, served_estimate
+from paceline.train.start import check_start, drafter_shape
 from paceline.train.trainee import Trainee, make_trainee
 
 _LOG_EVERY = 50
@@ -246,6 +247,7 @@ def fit(
         config = _within_context(config, target, log)
         corpora = read_rows(config)
         _check_rows(corpora, target, log)
+        check_start(config, drafter_shape(config, target.config))
         made = origin(config, target, corpora)
         checkpoint = run / "checkpoint.pt"
         rows = feature_rows(config, target, corpora, log)
@@ -263,6 +265,8 @@ def fit(
         watched = _Run(config=config, trainee=trainee, held=held, made=made, log=log, run=run)
         finished = watched.steps(Order(train, config.rows_per_step, config.seed), first)
         log.close()
+        if finished:
+            log.say(f"drafter in {run / 'drafter'}")
         return Outcome(drafter=run / "drafter", finished=finished)
 
 

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.drafters.dflash import DFlashConfig, DFlashModule, init_random, load_dflash
+from paceline.drafters.dflash import (
+    DFlashConfig,
+    DFlashModule,
+    init_random,
+    load_dflash,
+    read_config,
+)
 from paceline.train.config import TrainConfig
 from paceline.train.features import FeatureRow
 
@@ -126,6 +132,17 @@ def feature_scales(rows: Sequence[FeatureRow]) -> Tensor:
     return (total / max(1, count)).sqrt().clamp_min(1e-3)
 
 
+def check_start(config: TrainConfig, shape: DFlashConfig) -> None:
+    """Raise ValueError for an ``init_from`` that is no drafter of this shape; reads its config only."""
+    if not config.init_from:
+        return
+    theirs = read_config(config.init_from)
+    for name in _MUST_AGREE:
+        old, new = getattr(theirs, name), getattr(shape, name)
+        if old != new:
+            raise ValueError(f"{config.init_from} has {name} {old}, this run {new}")
+
+
 @torch.no_grad()
 def start_module(
     config: TrainConfig, shape: DFlashConfig, target: Any, rows: Sequence[FeatureRow], rms: Tensor
@@ -136,11 +153,8 @@ def start_module(
     the same magnitude, for a few dimensions would otherwise drown the others.
     """
     if config.init_from:
-        theirs, module, _ = load_dflash(config.init_from, torch.float32)
-        for name in _MUST_AGREE:
-            old, new = getattr(theirs, name), getattr(shape, name)
-            if old != new:
-                raise ValueError(f"{config.init_from} has {name} {old}, this run {new}")
+        check_start(config, shape)
+        _, module, _ = load_dflash(config.init_from, torch.float32)
         mine = DFlashModule(shape)
         mine.load_state_dict(module.state_dict())
         return mine
