@@ -98,6 +98,11 @@ class Target:
         return self.embedding.weight.dtype
 
     @property
+    def dtype_name(self) -> str:
+        """Such as bfloat16: what figures say."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def embedding(self) -> Any:
         """The input embedding module."""
         return self.model.get_input_embeddings()

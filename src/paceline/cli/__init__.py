@@ -19,8 +19,11 @@ from paceline.cli.common import (
     DrafterOption,
     DtypeOption,
     JsonOption,
+    SeedOption,
     TargetOption,
+    TemperatureOption,
     TokensOption,
+    TopPOption,
     write_json,
 )
 from paceline.cli.report import report
@@ -29,9 +32,26 @@ from paceline.cli.train import recipes, train
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Faster answers from a language model that says what it would have said.",
 )
 app.add_typer(data_commands.app, name="data")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"paceline {version('paceline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print it and leave."),
+    ] = False,
+) -> None:
+    """Faster answers from a language model that says what it would have said."""
 
 
 @app.command()
@@ -58,11 +78,9 @@ def generate(
     drafter: DrafterOption = "default",
     dtype: DtypeOption = "auto",
     max_new_tokens: TokensOption = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens of this share.")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same reply.")] = None,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Answer one prompt, streaming.
@@ -76,7 +94,9 @@ def generate(
         max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
     pipeline = paceline.load(target, drafter, dtype=dtype)
-    write_json(json_file, stream_reply(pipeline, [{"role": "user", "content": prompt}], params))
+    reply = stream_reply(pipeline, [{"role": "user", "content": prompt}], params)
+    names = {"target": target, "drafter": drafter, "dtype": pipeline.target.dtype_name}
+    write_json(json_file, names | reply)
 
 
 @app.command()
@@ -85,7 +105,9 @@ def chat(
     drafter: DrafterOption = "default",
     dtype: DtypeOption = "auto",
     max_new_tokens: TokensOption = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = None,
 ) -> None:
     """Talk to the model; an empty line or end of input leaves.
 
@@ -94,7 +116,9 @@ def chat(
     import paceline
     from paceline.evaluate.demo import stream_reply
 
-    params = paceline.SamplingParams(max_tokens=max_new_tokens, temperature=temperature)
+    params = paceline.SamplingParams(
+        max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+    )
     pipeline = paceline.load(target, drafter, dtype=dtype)
     messages: list[dict[str, str]] = []
     while True:

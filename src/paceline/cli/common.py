@@ -25,7 +25,10 @@ DtypeOption = Annotated[
 JsonOption = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, help="Write the figures here, too.")
 ]
-TokensOption = Annotated[int, typer.Option(help="At most this many new tokens per reply.")]
+TokensOption = Annotated[int, typer.Option(min=1, help="At most this many new tokens per reply.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
+TopPOption = Annotated[float, typer.Option(help="Sample from the likeliest tokens of this share.")]
+SeedOption = Annotated[int | None, typer.Option(help="Same seed, same reply.")]
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def run_demo(target: str, drafter: str, dtype: str, max_new_tokens: int) -> dict
         "speedup_median": median,
         "target": target,
         "drafter": drafter,
-        "dtype": str(pipeline.target.dtype).removeprefix("torch."),
+        "dtype": pipeline.target.dtype_name,
         "threads": torch.get_num_threads(),
         "prompts": rows,
     }

@@ -105,7 +105,7 @@ def verify(
         "identical": len(prompts) - len(differences),
         "near_ties": verdicts.count("near-tie"),
         "bugs": verdicts.count("bug"),
-        "dtype": str(pipeline.target.dtype).removeprefix("torch."),
+        "dtype": pipeline.target.dtype_name,
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
         "acceptance_length_pooled": acceptance(replies).acceptance_length_pooled,
