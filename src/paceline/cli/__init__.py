@@ -5,6 +5,7 @@ Knows nothing that the rooms do not; a user's mistake is exit code 2 with one li
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -232,10 +233,16 @@ def export(
     if to != "plain":
         raise ValueError(f"format {to!r} is not known; use plain")
     source = packaged_drafters().get(drafter, Path(drafter))
-    head = None
-    if read_config(source).draft_vocab_size is not None:
+    head, config = None, read_config(source)
+    if config.draft_vocab_size is not None:
         head = load_target(target).head.weight
     typer.echo(f"wrote {export_plain(source, out, head)}")
+    engine = {
+        "method": "dflash",
+        "model": str(out),
+        "num_speculative_tokens": config.block_size - 1,
+    }
+    typer.echo(f"vllm serve TARGET --speculative-config '{json.dumps(engine)}'")
 
 
 app.command()(bench)
