@@ -6,6 +6,8 @@ Does not know real models or a real engine.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -304,13 +306,85 @@ def test_nothing_is_tried_any_more_once_the_run_is_over(serve: Any, tmp_path: Pa
     server = serve(lambda *_: (429, {}, {"Retry-After": "600"}))
     settings, template = Settings(), Template(tokenizer=byte_tokenizer())
     source = Endpoint(Client(url=server.url, model="m"), template, settings, concurrency=1)
-    future = source._pool.submit(source._client.chat, {"messages": []})
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(_error_of(source._client)))
+    waiting.start()
     while not server.asked:
         time.sleep(0.01)
     source.close()
-    with pytest.raises(RowError, match="the run was stopped"):
-        future.result(timeout=10)
-    assert len(server.asked) == 1
+    waiting.join(timeout=10)
+    assert "the run was stopped" in str(found[0]) and len(server.asked) == 1
+
+
+def _error_of(client: Client) -> RowError:
+    with pytest.raises(RowError) as caught:
+        client.chat({"messages": []})
+    return caught.value
+
+
+def test_requests_that_are_open_do_not_hold_the_process(serve: Any) -> None:
+    release = threading.Event()
+
+    def slow(*_: Any) -> Reply:
+        release.wait(30)
+        return said("late")
+
+    server = serve(slow)
+    script = (
+        "import threading; from paceline.data.endpoint import Client, Endpoint\n"
+        f"source = Endpoint(Client(url={server.url!r}, model='m'), None, None)\n"
+        "source._ask = lambda ask: source._client.chat({'messages': []})\n"
+        "source.submit(None)\n"
+        "source.close()\n"
+    )
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    release.set()
+    assert time.monotonic() - began < 25
+
+
+def test_a_refusal_that_breaks_off_is_tried_again(serve: Any) -> None:
+    cut = (500, b"no size\r\n", {"Transfer-Encoding": "chunked"})
+    server = serve(lambda _, count: cut if count < 2 else said("ok"))
+    client = Client(url=server.url, model="m", pause=0.001, timeout=1.0)
+    assert client.chat({"messages": []})["choices"] and len(server.asked) == 3
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_the_key_does_not_follow_a_redirect(
+    serve: Any, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = serve(lambda *_: said("ok"))
+    there = f"{other.url}/v1/chat/completions"
+    server = serve(lambda *_: (status, {}, {"Location": there}))
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with pytest.raises(EndpointError, match=rf"HTTP {status}, moved to {other.url}"):
+        Client(url=server.url, model="m").chat({"messages": []})
+    assert not other.asked
+
+
+def test_a_server_that_answers_nothing_is_given_up_and_one_that_refuses_some_is_not(
+    serve: Any, tmp_path: Path
+) -> None:
+    server = serve(lambda *_: (400, {"error": "no"}, {}))
+    with pytest.raises(EndpointError, match="the last 8 requests failed"):
+        answer(tmp_path / "none.jsonl", server.url, prompts(40), concurrency=1)
+    assert len(server.asked) == 8
+    server = serve(lambda body, _: said("ok") if len(server.asked) < 5 else (400, {}, {}))
+    counts, problems = answer(tmp_path / "some.jsonl", server.url, prompts(40), concurrency=1)
+    assert counts["rows"] == 4 and problems.counts == {"endpoint-refused": 36}
+
+
+def test_replies_of_odd_shapes(serve: Any, tmp_path: Path) -> None:
+    deep = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    replies = [
+        (200, {"choices": [{"message": {"content": "no role"}, "finish_reason": "stop"}]}, {}),
+        (200, deep, {}),
+        (200, {"choices": [{"message": {"role": "assistant", "content": None}}]}, {}),
+    ]
+    server = serve(lambda *_: replies[len(server.asked) - 1])
+    counts, problems = answer(tmp_path / "rows.jsonl", server.url, prompts(3), concurrency=1)
+    assert counts["rows"] == 1 and problems.counts == {"endpoint-garbled": 2}
 
 
 def test_addresses_and_keys(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:

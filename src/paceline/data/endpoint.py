@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import queue
 import random
 import socket
 import threading
@@ -15,7 +16,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -40,12 +40,23 @@ class _TryAgain(Exception):
         self.after = after
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the key to another host, and make a GET of the POST."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Client:
     """POSTs to ``url``/v1/chat/completions; the key, if any, is OPENAI_API_KEY.
 
-    429, 5xx, timeouts and broken connections are tried ``tries`` times in all, after 1, 2, 4, ...
-    times ``pause`` seconds (at most 60, with jitter) or as long as Retry-After says (at most 600).
+    408, 409, 425, 429, 5xx, timeouts and broken connections are tried ``tries`` times in all, after
+    1, 2, 4, ... times ``pause`` seconds (at most 60, with jitter) or as long as Retry-After says (at
+    most 600).
     ``sleep`` waits so many seconds; if it returns something true, nothing is tried any more.
     """
 
@@ -70,10 +81,7 @@ class Client:
         """Raise EndpointError if nobody listens there; what is answered does not matter."""
         headers, base = self._headers(), self.address.removesuffix("/chat/completions")
         try:
-            with urllib.request.urlopen(
-                urllib.request.Request(f"{base}/models", None, headers), timeout=10
-            ):
-                pass
+            _OPENER.open(urllib.request.Request(f"{base}/models", None, headers), None, 10).close()
         except urllib.error.HTTPError as error:
             error.close()
         except urllib.error.URLError as error:
@@ -111,12 +119,17 @@ class Client:
         headers = {"Content-Type": "application/json"} | self._headers()
         request = urllib.request.Request(self.address, json.dumps(body).encode(), headers)
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+            with _OPENER.open(request, timeout=self.timeout) as response:
                 found = json.loads(response.read())
         except urllib.error.HTTPError as error:
             with error:
-                text = error.read(300).decode("utf-8", "replace").strip()
+                text = _beginning(error)
                 after = _retry_after(error.headers.get("Retry-After"))
+            if 300 <= error.code < 400:
+                where = error.headers.get("Location")
+                raise EndpointError(
+                    f"{self.address}: HTTP {error.code}, moved to {where}; check --endpoint"
+                ) from None
             if error.code in (408, 409, 425, 429) or error.code >= 500:
                 raise _TryAgain(f"HTTP {error.code} {text}", after) from None
             if error.code in _FATAL:
@@ -126,9 +139,19 @@ class Client:
             raise RowError("endpoint-refused", f"HTTP {error.code} {text}") from None
         except (OSError, ValueError, http.client.HTTPException) as error:  # cut off on the way
             raise _TryAgain(f"{type(error).__name__}: {error}") from None
+        except RecursionError:
+            raise RowError("endpoint-garbled", "the reply is nested too deeply") from None
         if not isinstance(found, dict):
             raise RowError("endpoint-garbled", "the reply is not an object")
         return found
+
+
+def _beginning(error: urllib.error.HTTPError) -> str:
+    """What a refusal says; nothing, if it breaks off."""
+    try:
+        return error.read(300).decode("utf-8", "replace").strip()
+    except (OSError, http.client.HTTPException):
+        return ""
 
 
 def _retry_after(value: str | None) -> float | None:
@@ -148,8 +171,8 @@ def _retry_after(value: str | None) -> float | None:
 class Endpoint:
     """Answers through a Client, ``concurrency`` requests at a time.
 
-    Gives up when only failures came back for a while: then the server is gone, and the rows that
-    are written stay written. A reply that repeats itself is cut where it began to.
+    Gives up when nothing but failures comes back: then the server is gone or the wrong one, and the
+    rows that are written stay written. A reply that repeats itself is cut where it began to.
     """
 
     def __init__(
@@ -159,16 +182,16 @@ class Endpoint:
         self._closed = threading.Event()  # set: nobody sleeps any more
         self._client = replace(client, sleep=self._closed.wait)
         self._template, self._settings = template, settings
-        self._pool = ThreadPoolExecutor(concurrency)
-        self._open: dict[Future[Answer], Ask] = {}
+        self._done: queue.Queue[tuple[Ask, Answer | Exception]] = queue.Queue()
         self._failures = 0  # since the last reply
+        self._served = False
 
     def submit(self, ask: Ask) -> None:
-        """Send one request in a thread of its own."""
-        self._open[self._pool.submit(self._ask, ask)] = ask
+        """Send one request in a thread of its own, which does not keep the process alive."""
+        threading.Thread(target=self._work, args=(ask,), daemon=True).start()
 
     def collect(self) -> list[tuple[Ask, Answer | RowError]]:
-        """Wait until at least one reply is there.
+        """Wait until a reply is there.
 
         Raises:
             EndpointError: the server is of no use; run again to resume.
@@ -178,21 +201,25 @@ class Endpoint:
                 f"{self._client.address}: the last {self._failures} requests failed; "
                 "run again to resume"
             )
-        done: list[tuple[Ask, Answer | RowError]] = []
-        for future in wait(self._open, return_when=FIRST_COMPLETED).done:
-            ask = self._open.pop(future)
-            try:
-                done.append((ask, future.result()))
-                self._failures = 0
-            except RowError as error:
-                self._failures += error.reason == "endpoint-failed"
-                done.append((ask, error))
-        return done
+        ask, found = self._done.get()
+        if isinstance(found, Answer):
+            self._failures, self._served = 0, True
+            return [(ask, found)]
+        if not isinstance(found, RowError):
+            raise found
+        # One that answers others may refuse a stretch of rows that are too long for it.
+        self._failures += found.reason == "endpoint-failed" or not self._served
+        return [(ask, found)]
 
     def close(self) -> None:
         """Drop what is still open."""
         self._closed.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self, ask: Ask) -> None:
+        try:
+            self._done.put((ask, self._ask(ask)))
+        except Exception as error:  # the caller's thread raises it
+            self._done.put((ask, error))
 
     def _ask(self, ask: Ask) -> Answer:
         settings, tools = self._settings, ask.walk.conversation.tools
@@ -210,9 +237,11 @@ class Endpoint:
         found = self._client.chat(body)
         try:
             choice = found["choices"][0]
-            message = read_message(choice["message"])
+            message = read_message({"role": "assistant"} | choice["message"])
         except (KeyError, IndexError, TypeError) as error:
             raise RowError("endpoint-garbled", f"no choices[0].message ({error!r})") from None
+        except RowError as error:
+            raise RowError("endpoint-garbled", str(error)) from None
         ended = choice.get("finish_reason") in ("stop", "tool_calls")
         reply = self._template.reply(ask.messages, message, tools, ended=ended)
         ask.prompt_ids = reply.prompt_ids
