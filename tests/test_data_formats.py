@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline.data.formats import Conversation, Problems, read_conversations
+from paceline.data.formats import Conversation, Problems, RowError, parse_row, read_conversations
 
 U = {"role": "user", "content": "Hi"}
 A = {"role": "assistant", "content": "Hello."}
@@ -152,8 +152,8 @@ def test_a_missing_file_and_a_broken_array_are_users_mistakes(tmp_path: Path) ->
 def test_a_data_set_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def load_dataset(name: str, split: str) -> list[Any]:
-        asked.append((name, split))
+    def load_dataset(name: str, config: str | None, split: str) -> list[Any]:
+        asked.append((name, config, split))
         # Arrow fills what other rows have with null.
         message = {"role": "user", "content": "Hi", "tool_calls": None}
         return [{"messages": [message], "prompt": None, "tools": None}, {"messages": None}]
@@ -161,8 +161,47 @@ def test_a_data_set_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     problems = Problems()
     assert [c.place for c in read("owner/chats:test", problems)] == ["owner/chats:test[0]"]
-    assert asked == [("owner/chats", "test")]
-    assert dict(problems.counts) == {"no-known-field": 1}
+    assert [c.place for c in read("owner/chats:en:dev", problems)] == ["owner/chats:en:dev[0]"]
+    assert asked == [("owner/chats", None, "test"), ("owner/chats", "en", "dev")]
+    assert dict(problems.counts) == {"no-known-field": 2}
+
+
+def test_a_broken_line_does_not_make_a_folder_useless(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n{broken\n')
+    (tmp_path / "b.json").write_text('[{"question": "two"}]')
+    (tmp_path / "README.md").write_text("about")
+    problems = Problems()
+    assert [c.question for c in read(tmp_path, problems)] == ["one", "two"]
+    assert dict(problems.counts) == {"broken-json": 1}
+
+
+def test_a_folder_with_splits_is_left_to_the_library(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "learn"}\n')
+    (tmp_path / "test.jsonl").write_text('{"prompt": "never"}\n')
+    import datasets
+
+    datasets.disable_progress_bars()
+    assert [c.question for c in read(tmp_path)] == ["learn"]
+    assert [c.question for c in read(f"{tmp_path}:test")] == ["never"]
+
+
+def test_system_text_beside_the_messages_and_calls_of_their_own_role() -> None:
+    turns = [{"from": "human", "value": "2 + 2?"}]
+    call = {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'}
+    row = {"conversations": [*turns, call, {"from": "observation", "value": "4"}]}
+    found = parse_row(row | {"system": "Be brief."}, place="", source="").messages
+    assert [m["role"] for m in found] == ["system", "user", "assistant", "tool"]
+    assert found[0]["content"] == "Be brief."
+    assert found[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+    told = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "Hi"}]
+    found = parse_row({"messages": told, "system_prompt": "Theirs."}, place="", source="").messages
+    assert found == told
+    with pytest.raises(RowError, match="bad-tool-call"):
+        parse_row({"conversations": [*turns, call | {"value": "add"}]}, place="", source="")
+    deep = "[" * 100_000
+    for extra in ({"tools": deep}, {"conversations": [*turns, call | {"value": deep}]}):
+        with pytest.raises(RowError, match="bad-tool"):
+            parse_row({"conversations": turns} | extra, place="", source="")
 
 
 def test_tables_and_saved_data_sets_are_read(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ ROLES = {
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "function_call": "assistant",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
@@ -31,8 +33,10 @@ ROLES = {
 # Fields of a message that templates read; others (ids, weights, timestamps) are left behind.
 _KEPT = ("reasoning_content", "reasoning", "thinking", "tool_call_id", "name")
 _TABLES = {".parquet": "parquet", ".csv": "csv"}  # read by the datasets library
+_SPLIT = re.compile(r"test|valid|dev|eval")  # the datasets library knows which of them to read
 _PROMPTS = ("prompt", "question", "text")
 _REPLIES = ("completion", "response")
+_SYSTEM = ("system", "system_prompt")
 
 
 class RowError(ValueError):
@@ -109,7 +113,7 @@ def parse_row(row: Any, *, place: str, source: str) -> Conversation:
         raise RowError("not-an-object", f"the row is a {type(row).__name__}")
     if "prompt_ids" in row and "response_ids" in row:
         raise RowError("already-tokens", "this is a training row; give the file to paceline train")
-    messages = [read_message(message) for message in _shape(row)]
+    messages = _with_system(row, [read_message(message) for message in _shape(row)])
     _check_order(messages)
     tools = _tools(row.get("tools"))
     _check_unicode(tools)
@@ -140,6 +144,14 @@ def _turns(value: Any, role: str) -> list[Any]:
     return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
 
 
+def _with_system(row: dict[str, Any], messages: list[Message]) -> list[Message]:
+    """A row's ``system`` or ``system_prompt`` in front, unless its messages begin with one."""
+    text = next((row[key] for key in _SYSTEM if row.get(key)), None)
+    if text is None or messages[:1] and messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [read_message({"role": "system", "content": text}), *messages]
+
+
 def read_message(raw: Any) -> Message:
     """One message with our role names and the fields that templates read. Raises RowError."""
     if not isinstance(raw, dict):
@@ -151,6 +163,8 @@ def read_message(raw: Any) -> Message:
     message: Message = {"role": role}
     calls = raw.get("tool_calls") if role == "assistant" else None
     content = raw.get("content", raw.get("value"))
+    if name == "function_call":  # the call, as JSON text
+        calls, content = _parsed(content), None
     thought = any(isinstance(raw.get(key), str) and raw[key].strip() for key in _KEPT[:3])
     if content is None and (calls or thought):
         content = ""
@@ -162,6 +176,13 @@ def read_message(raw: Any) -> Message:
         message["tool_calls"] = _calls(calls)
     _check_unicode(message)
     return message
+
+
+def _parsed(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        raise RowError("bad-tool-call", "the function_call is not JSON") from None
 
 
 def _check_unicode(value: Any) -> None:
@@ -198,7 +219,7 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise RowError("bad-tool-call", "its arguments are not JSON") from None
         named = {key: call[key] for key in ("id",) if key in call}
         function = {"name": function["name"], "arguments": arguments}
@@ -210,7 +231,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools or "[]")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RowError("bad-tools", "tools is not JSON") from None
     if not tools:
         return None
@@ -234,8 +255,12 @@ def raw_rows(source: str | Path) -> Iterator[tuple[str, Any]]:
     """Place and decoded row, or place and the RowError of bytes that hold none."""
     path = Path(source)
     if path.suffix in _TABLES or not path.is_file():
-        if path.suffix in (".jsonl", ".json", ".gz"):
+        if path.suffix in (".jsonl", ".json", ".gz", ".txt"):
             raise ValueError(f"{path}: no such file")
+        if path.is_dir() and (files := _json_files(path)):
+            for file in files:  # line by line: a broken one does not make the others useless
+                yield from raw_rows(file)
+            return
         yield from _dataset_rows(source)
         return
     opened: Any = gzip.open if path.suffix == ".gz" else open
@@ -276,23 +301,38 @@ def _array_rows(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
         yield f"{path}[{index}]", row
 
 
+def _json_files(folder: Path) -> list[Path]:
+    """The JSON files of a folder that holds no other kind of data, and no splits."""
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name[0] != "."]
+    kept = [file for file in files if file.name.removesuffix(".gz").endswith((".json", ".jsonl"))]
+    others = [file for file in files if file not in kept and file.suffix != ".md"]
+    splits = [file for file in kept if _SPLIT.search(file.name.lower())]
+    return [] if others or splits or (folder / "dataset_dict.json").exists() else kept
+
+
 def _dataset_rows(source: str | Path) -> Iterator[tuple[str, Any]]:
-    """Rows of a table, folder or hub name, by the ``datasets`` library; ``NAME:SPLIT``, default train."""
+    """Rows of a table, folder or hub name, by the ``datasets`` library; ``NAME:SPLIT`` or
+    ``NAME:CONFIG:SPLIT``; default train."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise ValueError(
             f"{source}: no such file; to read it as a data set: pip install 'paceline[train]'"
         ) from None
-    name, _, split = str(source).partition(":")
-    kind = _TABLES.get(Path(name).suffix)
+    name, *rest = str(source).split(":")
+    kind, saved = _TABLES.get(Path(name).suffix), (Path(name) / "state.json").exists()
+    if rest and (kind or saved):
+        raise ValueError(f"{source}: {name} has no splits; leave {':'.join(rest)!r} out")
+    config, split = (
+        (None, "train") if not rest else (rest[0], rest[1]) if rest[1:] else (None, rest[0])
+    )
     try:
         if kind is not None:
             rows = datasets.load_dataset(kind, data_files=name, split="train")
-        elif (Path(name) / "state.json").exists():
+        elif saved:
             rows = datasets.load_from_disk(name)
         else:
-            rows = datasets.load_dataset(name, split=split or "train")
+            rows = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the library raises many kinds; each means the name is of no use
         raise ValueError(f"{source}: neither a file nor a data set ({error})") from error
     for index, row in enumerate(rows):
