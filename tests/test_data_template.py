@@ -187,6 +187,46 @@ def test_a_reply_cut_short_has_no_end_of_turn() -> None:
     assert made.decode(reply.response_ids) == "Fo" and not reply.ended
 
 
+def test_thinking_cut_short_has_no_close_that_was_not_said() -> None:
+    made = Template(tokenizer=byte_tokenizer(THINKING))
+    before = [{"role": "user", "content": "Hi"}]
+    message = {"role": "assistant", "content": "", "reasoning_content": "half a tho"}
+    reply = made.reply(before, message, ended=False)
+    assert made.decode(reply.response_ids) == "<think>\nhalf a tho"
+    message["content"] = "Well, "  # templates may strip what comes last
+    reply = made.reply(before, message, ended=False)
+    assert made.decode(reply.response_ids) == "<think>\nhalf a tho\n</think>\n\nWell,"
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    with pytest.raises(RowError, match="bad-tool-call"):
+        made.reply(before, message | {"tool_calls": [call]}, ended=False)
+
+
+def test_tags_that_leave_a_part_of_the_reply_out_do_not_move_the_prompt() -> None:
+    template = CHATML.replace(
+        "{{ m['content'] }}",
+        "{% if m['role'] == 'assistant' %}<think>TH</think>"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}",
+    )
+    made = Template(tokenizer=byte_tokenizer(template))
+    before = [{"role": "user", "content": "Hi"}]
+    reply = made.reply(before, {"role": "assistant", "content": "Ho"})
+    assert reply.prompt_ids == made.prompt(before)
+    assert made.decode(reply.response_ids) == "<think>TH</think>Ho<|im_end|>"
+
+
+def test_a_template_for_tools_by_itself_is_read_for_its_own_tags() -> None:
+    made = Template(tokenizer=byte_tokenizer({"default": TAGGED, "tool_use": CHATML}))
+    before, tools = [{"role": "user", "content": "Hi"}], [{"type": "function", "function": {}}]
+    message = {"role": "assistant", "content": "Ho"}
+    assert made.reply(before, message, tools) == made.reply(before, message)
+
+
+def test_a_template_that_fails_in_any_way_refuses_the_row() -> None:
+    made = Template(tokenizer=byte_tokenizer("{{ 1 // (messages | length - 1) }}"))
+    with pytest.raises(RowError, match="template-refused"):
+        made.prompt([{"role": "user", "content": "Hi"}])
+
+
 @pytest.mark.parametrize(
     "prompt, response, kept, ended",
     [

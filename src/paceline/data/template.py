@@ -6,6 +6,7 @@ Knows nothing about models: a row is what is served before a reply, and the repl
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,7 +104,7 @@ class Template:
         """
         asked = self._render(before, tools, ask=True)
         text = self._render([*before, message], tools, ask=False)
-        tagged = _GENERATION.search(self._source) is not None
+        tagged = _GENERATION.search(self._source(tools)) is not None
         if not tagged and not text.startswith(asked):
             raise _mismatch(asked, text)
         messages = [*before, message]
@@ -116,10 +117,12 @@ class Template:
             raise _mismatch(asked, text)
         return found if ended else self._open(found, message)
 
-    @property
-    def _source(self) -> str:
+    def _source(self, tools: Any) -> str:
+        """The text of the template that is used: a tokenizer may have one for tools by itself."""
         template = self.tokenizer.chat_template
-        return str(template.get("default", "") if isinstance(template, dict) else template)
+        if not isinstance(template, dict):
+            return str(template)
+        return str(template["tool_use" if tools and "tool_use" in template else "default"])
 
     def _render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, ask: bool
@@ -127,13 +130,11 @@ class Template:
         return str(self._apply(messages, tools, tokenize=False, add_generation_prompt=ask))
 
     def _apply(self, messages: Sequence[Message], tools: Any, **options: Any) -> Any:
-        from jinja2 import TemplateError
-
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, **options, **self.arguments
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program: it may fail in any way
             raise RowError("template-refused", str(error)) from error
 
     def ids(self, text: str) -> list[int]:
@@ -152,7 +153,8 @@ class Template:
         return self._until_end(prompt, reply)
 
     def _tagged(self, messages: list[Message], tools: Any, asked: str) -> Reply:
-        """The template's own mask; of several replies the last, without the header it is asked with."""
+        """The template's own mask says where the last reply ends; it begins where the question does:
+        whatever the template writes behind what is served, marked or not, the model has to say."""
         found = self._apply(
             messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -163,7 +165,7 @@ class Template:
         start = max((i + 1 for i in range(stop) if not mask[i]), default=0)
         prompt = self.ids(asked)
         if ids[: len(prompt)] == prompt:
-            start = max(start, len(prompt))
+            start = len(prompt)
         if stop < len(ids) and ids[stop] in self.ends and ids[stop - 1] not in self.ends:
             stop += 1  # the tags leave out the end of turn, which the model has to say
         return self._until_end(ids[:start], ids[start:stop])
@@ -181,13 +183,22 @@ class Template:
         return Reply(prompt_ids=prompt, response_ids=reply[: last + 1], ended=True)
 
     def _open(self, reply: Reply, message: Message) -> Reply:
-        """The same reply up to its last word: no end of turn was said."""
-        ids = reply.response_ids
-        while ids and ids[-1] in self.ends:
-            ids = ids[:-1]
-        if not ids:
+        """The same reply up to its last word: what the template closes was not said.
+
+        That is the end of turn, and whatever it writes behind content or unfinished thinking.
+        """
+        if message.get("tool_calls"):
+            raise RowError("bad-tool-call", "a call that was cut short")
+        ids, ends = reply.response_ids, [0]
+        text = self.decode(ids)
+        for key in ("content", "reasoning_content", "reasoning", "thinking"):
+            if said := str(message.get(key) or "").strip():
+                ends.append(text.rfind(said) + len(said) if said in text else 0)
+        # The fewest tokens that hold all of it.
+        kept = bisect_left(range(len(ids)), max(ends), key=lambda n: len(self.decode(ids[:n])))
+        if not max(ends):
             raise RowError("empty-content", f"nothing said: {message.get('content')!r}")
-        return Reply(prompt_ids=reply.prompt_ids, response_ids=ids, ended=False)
+        return Reply(prompt_ids=reply.prompt_ids, response_ids=ids[:kept], ended=False)
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids, special tokens included."""
