@@ -132,6 +132,10 @@ def test_regenerate_resumes_and_refuses_what_is_stale_before_it_loads_a_model(
     [
         ("check none.jsonl", "none.jsonl: no such file"),
         ("tokenize chats.jsonl --out rows.jsonl --template-arg x", "write key=value"),
+        (
+            "tokenize chats.jsonl --out rows.jsonl --template-arg tokenize=true",
+            "not for the template",
+        ),
         ("regenerate chats.jsonl --out rows.jsonl --endpoint http://h", "go together"),
         ("regenerate chats.jsonl --out rows.jsonl --top-p 0", "top_p must be"),
         ("regenerate chats.jsonl --out rows.jsonl.gz", "gzip the file later"),

@@ -142,6 +142,29 @@ def test_another_seed_or_temperature_adds_rows_and_the_same_adds_none(tmp_path: 
     assert len(replies) > 2
 
 
+def test_another_seed_adds_nothing_to_greedy_rows(tmp_path: Path) -> None:
+    path, greedy = tmp_path / "rows.jsonl", replace(SAMPLED, temperature=0.0)
+    for settings in (greedy, replace(greedy, seed=6), replace(greedy, top_p=0.5)):
+        answer(path, [{"prompt": "Hi"}, {"prompt": "what?"}], settings)
+        assert len(by_key(path)) == 2
+
+
+def test_a_call_behind_a_text_of_the_same_speaker_stays_with_its_result() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    turns = [
+        {"role": "user", "content": "Look it up"},
+        {"role": "assistant", "content": "I will"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+    ]
+    walk = Walk(parse_row({"messages": turns}, place="", source=""))
+    assert walk.question() is not None
+    walk.answered({"role": "assistant", "content": "new"})
+    found = walk.question()
+    assert found is not None and [m["role"] for m in found] == ["user", "assistant", "tool"]
+    assert found[1]["tool_calls"] == [call]
+
+
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_stopped_run_resumes_without_repeats_and_ends_the_same(
     torn: bool, tmp_path: Path

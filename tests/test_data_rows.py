@@ -14,7 +14,7 @@ import pytest
 from chat import byte_tokenizer
 from paceline.data.fingerprint import Fingerprint, meta_path, read_meta, write_meta
 from paceline.data.formats import Problems, parse_row
-from paceline.data.rows import RowFile, read_rows, row_key
+from paceline.data.rows import RowFile, is_row, read_rows, row_key
 from paceline.data.template import Template
 from paceline.data.tokenise import tokenise
 
@@ -175,3 +175,21 @@ def test_a_long_row_is_cut_and_one_without_room_for_a_reply_is_named(tmp_path: P
     assert len(short["response_ids"]) == 3 and short["finish"] == "length"
     assert (counts["rows"], counts["cut"]) == (1, 1)
     assert [(p["place"], p["reason"]) for p in problems.rows] == [("in:1", "too-long")]
+
+
+def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with RowFile(path, PRINT, {}) as first:
+        first.append({"key": "a"})
+        with path.open("ab") as stream:
+            stream.write(b'{"half')  # what the first is writing
+        with pytest.raises(ValueError, match="another process writes there"):
+            RowFile(path, PRINT, {})
+        assert path.read_bytes().endswith(b'{"half'), "the other's line was not cut"
+    with RowFile(path, PRINT, {}) as again:
+        assert "a" in again and again.repaired
+
+
+@pytest.mark.parametrize("ids", [[-1], ["a"], [2**40], [1.5], [True]])
+def test_ids_that_are_none_are_no_row(ids: list[Any]) -> None:
+    assert not is_row({"prompt_ids": [1], "response_ids": ids})

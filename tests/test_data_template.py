@@ -248,3 +248,9 @@ def test_long_rows_are_cut_at_the_limit(prompt: int, response: int, kept: int, e
 def test_a_row_without_a_supervised_token_in_the_limit_is_dropped(prompt: int) -> None:
     with pytest.raises(RowError, match="too-long"):
         Reply(prompt_ids=[1] * prompt, response_ids=[2, 3], ended=True).cut(30)
+
+
+def test_a_token_that_the_model_lacks_is_not_servable() -> None:
+    made = Template(tokenizer=byte_tokenizer(), vocab_size=257)
+    with pytest.raises(RowError, match="not-servable: token 258, the model has 257"):
+        made.prompt([{"role": "user", "content": "Hi"}])

@@ -87,6 +87,8 @@ def inspect(
         shown.append({"place": place, "prompt": prompt, "response": reply, **sizes})
     tell(problems)
     write_json(json_file, {"rows": shown, **left_out(problems)})
+    if problems.rows and not shown:
+        raise ValueError(f"{file}: no row is left to show")
 
 
 def estimate(

@@ -15,6 +15,9 @@ import typer
 
 from paceline.cli.common import progress_bar
 
+# What the tokenizer is asked for itself, so no template argument.
+_OURS = {"conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "messages"}
+_OURS |= {"return_dict", "return_tensors", "return_assistant_tokens_mask", "continue_final_message"}
 SHOWN = 20  # problems printed in full; all are counted, and all are in the JSON file
 
 FileArgument = Annotated[
@@ -38,6 +41,8 @@ def parse_arguments(settings: list[str] | None) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise ValueError(f"--template-arg {setting!r}: write key=value")
+        if key in _OURS:
+            raise ValueError(f"--template-arg {key}: that is not for the template to be told")
         try:
             found[key] = json.loads(value)
         except ValueError:

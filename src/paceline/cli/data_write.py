@@ -60,12 +60,13 @@ def tokenize(
     from paceline.data.estimate import estimate
     from paceline.data.formats import read_conversations
     from paceline.data.rows import RowFile, read_rows
-    from paceline.data.source import hidden_size, open_template
+    from paceline.data.source import open_template, text_config
     from paceline.data.tokenise import tokenise
 
     arguments = parse_arguments(template_args)
     template, fingerprint = open_template(target, arguments)
-    problems = telling_problems()
+    problems, shape = telling_problems(), text_config(target)
+    max_tokens = min(max_tokens, getattr(shape, "max_position_embeddings", max_tokens))
     # The replies are the file's own: nothing says that this target's weights wrote them.
     facts = {"target": target, "kind": "tokenize", "template": arguments}
     with RowFile(out, fingerprint.without_weights(), facts) as rows, row_bar(None) as step:
@@ -75,7 +76,7 @@ def tokenize(
         )
     finish(counts, problems, out)
     lengths = ((len(r["prompt_ids"]), len(r["response_ids"])) for _, r in read_rows(out))
-    total = estimate(lengths, taps=taps, hidden_size=hidden_size(target))
+    total = estimate(lengths, taps=taps, hidden_size=shape.hidden_size)
     typer.echo(f"in {out}: " + "; ".join(total.lines()))
     write_json(json_file, {**counts, "file": total.figures(), **left_out(problems)})
     refuse_nothing(counts, problems)
@@ -205,10 +206,11 @@ def self_write(
     from paceline.data.selfwrite import fill
     from paceline.data.source import open_template
 
-    template, fingerprint = open_template(target, parse_arguments(template_args))
+    arguments = parse_arguments(template_args)
+    template, fingerprint = open_template(target, arguments)
     pipeline = paceline.load(target, drafter, dtype=dtype)
     dropped: Counter[str] = Counter()
-    facts = {"target": target, "kind": "self-write"}
+    facts = {"target": target, "kind": "self-write", "template": arguments}
     with RowFile(out, fingerprint, facts) as rows, row_bar(count, len(rows)) as step:
         written = fill(
             pipeline,

@@ -6,7 +6,8 @@ Knows nothing about HTTP; where a reply comes from is an ``Answerer``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Protocol
 
 from paceline.core import Row, SamplingParams
@@ -29,6 +30,11 @@ class Settings:
     top_p: float = 1.0
     seed: int = 0
     template: Mapping[str, Any] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, Any]:
+        """What decides a reply: greedy ones have no seed and no top-p."""
+        greedy = self if self.temperature else replace(self, seed=0, top_p=1.0)
+        return asdict(greedy)
 
     def seed_of(self, key: str) -> int:
         """The sampling seed of one row, below 2**31."""
@@ -81,10 +87,9 @@ class Walk:
 
     def answered(self, reply: Message) -> None:
         """Go on behind the reply."""
-        given = self.conversation.messages
-        following = given[self.at] if self.at < len(given) else None
-        keep = following is not None and bool(following.get("tool_calls"))
-        self.history.append(following if keep and following is not None else reply)
+        rest = self.conversation.messages[self.at :]
+        given = takewhile(lambda message: message["role"] == "assistant", rest)
+        self.history.append(next((m for m in given if m.get("tool_calls")), reply))
 
 
 class Answerer(Protocol):
@@ -161,7 +166,7 @@ class _Asks:
             while messages := walk.question():
                 conversation = walk.conversation
                 key = row_key(
-                    messages=messages, tools=conversation.tools, settings=asdict(self.settings)
+                    messages=messages, tools=conversation.tools, settings=self.settings.facts()
                 )
                 if key in self.out:
                     self.counts["repeated"] += 1

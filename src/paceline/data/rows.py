@@ -5,6 +5,7 @@ Knows nothing about where rows come from; what it was written for is in its side
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -47,15 +48,27 @@ class RowFile:
             raise ValueError(f"{path}: rows are appended as plain JSON lines; gzip the file later")
         self.repaired = False
         self._places: dict[str, int] = {}
-        if self.path.exists() and self.path.stat().st_size:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = self.path.open("ab")
+        try:
+            self._begin(fingerprint, facts)
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def _begin(self, fingerprint: Fingerprint, facts: Mapping[str, Any]) -> None:
+        path = self.path
+        try:  # the lock ends with the process, however that ends
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{path}: another process writes there; name another file") from None
+        if path.stat().st_size:
             if not check_fingerprint(self.path, fingerprint):
                 raise ValueError(f"{path} does not say what it was written for; name a new file")
             self._check_facts(facts)
             self._read()
         else:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             write_meta(self.path, fingerprint, facts)
-        self._stream = self.path.open("ab")
 
     def __enter__(self) -> RowFile:
         return self
@@ -134,5 +147,6 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def is_row(row: Any) -> bool:
     """Whether it has the ids that training reads."""
     return isinstance(row, dict) and all(
-        isinstance(row.get(key), list) for key in ("prompt_ids", "response_ids")
+        isinstance(row.get(key), list) and all(type(i) is int and 0 <= i < 2**31 for i in row[key])
+        for key in ("prompt_ids", "response_ids")
     )

@@ -29,7 +29,10 @@ def open_template(source: str, arguments: Mapping[str, Any]) -> tuple[Template, 
     except (OSError, ValueError):
         end = None
     ends = frozenset(end if isinstance(end, list) else [] if end is None else [end])
-    template = Template(tokenizer=tokenizer, arguments=arguments, end_ids=ends)
+    size = text_config(source).vocab_size
+    template = Template(
+        tokenizer=tokenizer, arguments=arguments, end_ids=ends, vocab_size=int(size)
+    )
     return template, fingerprint_of(source, tokenizer)
 
 
@@ -45,10 +48,15 @@ def fingerprint_now(source: str) -> Fingerprint:
 
 def hidden_size(source: str) -> int:
     """The hidden width D of a target. Raises ValueError if its config cannot be read."""
+    return int(text_config(source).hidden_size)
+
+
+def text_config(source: str) -> Any:
+    """The Hugging Face config of a target's text model. Raises ValueError if it cannot be read."""
     from transformers import AutoConfig
 
     try:
-        return int(AutoConfig.from_pretrained(_place(source)).get_text_config().hidden_size)
+        return AutoConfig.from_pretrained(_place(source)).get_text_config()
     except (OSError, ValueError) as error:
         raise ValueError(f"target {source!r}: cannot read its config ({error})") from error
 

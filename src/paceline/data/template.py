@@ -53,6 +53,7 @@ class Template:
     tokenizer: Any
     arguments: Mapping[str, Any] = field(default_factory=dict)
     end_ids: frozenset[int] = frozenset()
+    vocab_size: int | None = None  # rows of the target's embedding
 
     def __post_init__(self) -> None:
         if self.tokenizer is None or not self.tokenizer.chat_template:
@@ -138,8 +139,12 @@ class Template:
             raise RowError("template-refused", str(error)) from error
 
     def ids(self, text: str) -> list[int]:
-        """Ids of rendered text; its special tokens are in it."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        """Ids of rendered text; its special tokens are in it. RowError: the target lacks one."""
+        found = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self.vocab_size is not None and max(found, default=0) >= self.vocab_size:
+            lacks = f"token {max(found)}, the model has {self.vocab_size} embedding rows"
+            raise RowError("not-servable", lacks)
+        return found
 
     def _split(self, asked: str, text: str) -> Reply:
         """No tags in the template: the reply is what the rendering adds to the question."""
