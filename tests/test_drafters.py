@@ -187,7 +187,7 @@ def test_sliding_layers_see_their_window_and_the_block_up_to_themselves() -> Non
     row.features.append(features)
     state = drafter.new_state(1)
     drafter._inject([row], state.cache)
-    got = drafter._block_logits([row], state.cache)
+    _, got = drafter._block([row], state.cache)
 
     C, b = len(features), config.block_size
     keys, queries = torch.arange(C + b), torch.arange(C, C + b)[:, None]

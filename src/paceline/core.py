@@ -169,6 +169,13 @@ class Noise:
         self.seed = secrets.randbits(63) if seed is None else seed
         self._streams: dict[str, tuple[np.random.Generator, list[float]]] = {}
 
+    def exponentials(self, stream: str, position: int, count: int) -> np.ndarray[Any, Any]:
+        """Standard exponential numbers [count], fp32, above 0; the same for the same address."""
+        key = hashlib.blake2b(f"{self.seed}/{stream}/{position}".encode(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+        numbers = generator.standard_exponential(count, dtype=np.float32)
+        return np.maximum(numbers, np.finfo(np.float32).tiny)
+
     def uniform(self, stream: str, position: int) -> float:
         """A number in [0, 1); the same for the same (seed, stream, position)."""
         if stream not in self._streams:
@@ -313,7 +320,20 @@ class Drafter(Protocol):
         """Forget the row in this slot; another request may take it."""
 
 
-Stage = Callable[[Draft, DraftContext], Draft]
+class Stage(Protocol):
+    """Changes a draft before it is verified.
+
+    ``law`` says what that does to ``Draft.probs_BNV``: ``keeps`` (no token is changed, and what is cut
+    depends on nothing that was sampled), ``samples`` (every token is drawn anew, with its law) or
+    ``chooses`` (tokens are changed or looked at: the result has no law).
+    """
+
+    law: str
+
+    def __call__(self, draft: Draft, ctx: DraftContext) -> Draft:
+        """The changed draft; rows as in the one given."""
+
+
 AcceptRule = Callable[[Draft, Law, Sequence[Row]], Verdict]
 
 

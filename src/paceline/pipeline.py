@@ -47,16 +47,31 @@ class Pipeline:
         if self.accept not in _RULES:
             raise ValueError(f"accept {self.accept!r} is not one of {', '.join(_RULES)}")
         if self.accept == "rejection":
-            if self.drafter is None or not self.drafter.samples:
-                raise ValueError(
-                    "accept='rejection' needs a drafter that samples its drafts and gives their "
-                    "law; make the drafter with samples=True, or use accept='match'"
-                )
-            if self.stages:
-                raise ValueError("stages may change drafts after they were sampled; use 'match'")
+            self._check_law()
         taps = self.drafter.taps if self.drafter else ()
         if bad := [tap for tap in taps if not 0 <= tap < self.target.num_layers]:
             raise ValueError(f"the drafter taps layers {bad}, which the target does not have")
+
+    def _check_law(self) -> None:
+        """ValueError unless what is verified was sampled from a law that is handed over."""
+        known = self.drafter is not None and self.drafter.samples
+        looks = None
+        for stage in self.stages:
+            if stage.law == "samples":
+                known, looks = True, None
+            elif stage.law == "chooses":
+                known, looks = False, stage
+        if looks is not None:
+            raise ValueError(
+                f"accept='rejection' needs the law of every draft, and stage "
+                f"{getattr(looks, 'name', looks)!r} looks at tokens that were sampled, which "
+                "changes it; leave the stage out, or use accept='match'"
+            )
+        if not known:
+            raise ValueError(
+                "accept='rejection' needs a drafter that samples its drafts and gives their "
+                "law; make the drafter with samples=True, or use accept='match'"
+            )
 
     def plain(self) -> Pipeline:
         """The same target without a drafter: the baseline."""

@@ -65,15 +65,15 @@ def test_drafts_of_a_session_are_what_training_saw(kind: str, causal: bool, monk
     target = tiny_target(kind)
     drafter = drafter_of(target, causal)
     seen: dict[int, dict[int, Tensor]] = {0: {}, 1: {}}
-    inner = drafter._block_logits
+    inner = drafter._block
 
     def watch(rows, cache):
-        logits = inner(rows, cache)
+        states, logits = inner(rows, cache)
         for row, part in zip(rows, logits, strict=True):
             seen[row.request][len(row.tokens) - 1] = part.clone()
-        return logits
+        return states, logits
 
-    monkeypatch.setattr(drafter, "_block_logits", watch)
+    monkeypatch.setattr(drafter, "_block", watch)
     pipeline = Pipeline(target=target, drafter=drafter)
     rows = pipeline.rows([[3, 4, 5], list(range(11))], SamplingParams(max_tokens=15))
     for _ in run(pipeline.session(2), rows):

@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.drafters.heads import LengthHead, MarkovHead, XPressHead, init_head
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`attend(layer, q [T, h, e], k [T, g, e], v [T, g, e]) -> [T, h, e]`; q and k are normed and rotated.
 
@@ -39,10 +41,19 @@ _IGNORED = set(
     "_name_or_path architectures attention_dropout auto_map bos_token_id causal dflash_config dtype "
     "eos_token_id initializer_range is_causal is_decoder mask_token max_window_layers model_type "
     "pad_token_id quantization_config rope_parameters rope_scaling tie_word_embeddings torch_dtype "
-    "transformers_version use_cache use_sliding_window".split()
+    "transformers_version use_cache use_sliding_window xpress_block_size xpress_mlp_hidden "
+    "xpress_num_passes use_thresh_head_two_model".split()
 )
 # Keys that would change the module, with the only value it has.
-_FIXED = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1, "pretraining_tp": 1}
+_FIXED = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "partial_rotary_factor": 1,
+    "pretraining_tp": 1,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": False,
+    "thresh_head_direct_len": True,
+}
 _ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "int": lambda v: type(v) is int,
@@ -52,6 +63,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "tuple[int, ...]": lambda v: type(v) is tuple and all(type(x) is int for x in v),
     "tuple[str, ...]": lambda v: type(v) is tuple and all(type(x) is str for x in v),
 }
+HEADS = ("markov_head", "xpress_head", "thresh_head_two_model")
 _OPTIONAL = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
 
 
@@ -73,6 +85,10 @@ class DFlashConfig:
     0-based layers whose OUTPUT is tapped (hidden_states[id + 1]). `draft_vocab_size` is None when
     the drafter proposes from the whole vocabulary. `causal` holds for all layers; a sliding layer is
     causal without it. `vocabulary_fingerprint` names the tokenizer that the drafter was trained for.
+
+    Heads (drafters/heads.py) are there if their size is: `markov_rank`, `xpress_rank` (with its
+    `xpress_mlp_ratio`, and `num_jacobi_passes` sweeps unless told otherwise),
+    `thresh_head_bottleneck_dim` for the length head.
     """
 
     hidden_size: int
@@ -95,6 +111,11 @@ class DFlashConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
     vocabulary_fingerprint: str | None = None
+    markov_rank: int | None = None
+    xpress_rank: int | None = None
+    xpress_mlp_ratio: int = 2
+    num_jacobi_passes: int = 6
+    thresh_head_bottleneck_dim: int | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -149,6 +170,11 @@ class DFlashConfig:
             flat["head_dim"] = flat["hidden_size"] // flat["num_attention_heads"]
         if flat.get("draft_vocab_size") == flat.get("vocab_size"):
             flat.pop("draft_vocab_size", None)
+        if "xpress_num_passes" in flat:
+            flat.setdefault("num_jacobi_passes", flat["xpress_num_passes"])
+        if type(flat.get("xpress_mlp_hidden")) is int and type(flat.get("xpress_rank")) is int:
+            ratio = flat["xpress_mlp_hidden"] // max(1, flat["xpress_rank"])
+            flat.setdefault("xpress_mlp_ratio", ratio)
         if flat.get("use_sliding_window") and "layer_types" not in flat:
             raise ValueError("use_sliding_window needs layer_types")
         chosen = {f.name: flat[f.name] for f in fields(cls) if f.name in flat}
@@ -159,6 +185,9 @@ class DFlashConfig:
         if missing := [name for name in required if name not in chosen]:
             raise ValueError(f"the drafter's config lacks {', '.join(missing)}")
         config = cls(**chosen)
+        for name, value in config._heads().items():
+            if flat.get(name, value) != value:
+                raise ValueError(f"{name} is {flat[name]!r}, but the other keys say {value!r}")
         if flat.get("causal") is False and "sliding_attention" in config.layer_types:
             raise ValueError("sliding layers that are not causal are not supported")
         return config
@@ -201,6 +230,28 @@ class DFlashConfig:
         }
         if self.draft_vocab_size is not None:
             out["draft_vocab_size"] = self.draft_vocab_size
+        return out | self._heads()
+
+    def _heads(self) -> dict[str, Any]:
+        """The keys of the heads, under the names of each reader."""
+        out: dict[str, Any] = {}
+        if self.markov_rank is not None:
+            out |= {"markov_rank": self.markov_rank, "markov_head_type": "vanilla"}
+        if self.xpress_rank is not None:
+            out |= {
+                "xpress_rank": self.xpress_rank,
+                "xpress_mlp_ratio": self.xpress_mlp_ratio,
+                "xpress_mlp_hidden": self.xpress_rank * self.xpress_mlp_ratio,
+                "xpress_block_size": self.block_size,
+                "xpress_num_passes": self.num_jacobi_passes,
+                "num_jacobi_passes": self.num_jacobi_passes,
+            }
+        if self.thresh_head_bottleneck_dim is not None:
+            out |= {
+                "use_thresh_head_two_model": True,
+                "thresh_head_bottleneck_dim": self.thresh_head_bottleneck_dim,
+                "thresh_head_direct_len": True,
+            }
         return out
 
 
@@ -338,6 +389,21 @@ class DFlashModule(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        words = config.draft_vocab_size or config.vocab_size
+        if config.markov_rank is not None:
+            self.markov_head = MarkovHead(config.vocab_size, words, config.markov_rank)
+        if config.xpress_rank is not None:
+            self.xpress_head = XPressHead(
+                config.vocab_size,
+                words,
+                config.hidden_size,
+                config.block_size,
+                config.xpress_rank,
+                config.xpress_mlp_ratio,
+            )
+        if config.thresh_head_bottleneck_dim is not None:
+            size = config.thresh_head_bottleneck_dim
+            self.thresh_head_two_model = LengthHead(config.hidden_size, size)
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def context(self, features_CF: Tensor) -> Tensor:
@@ -397,12 +463,17 @@ class DFlashModule(nn.Module):
 
 @torch.no_grad()
 def init_random(module: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
-    """Fill every parameter: norms with 1, biases with 0, matrices with N(0, std)."""
+    """Fill every parameter: norms with 1, biases with 0, matrices with N(0, std), heads silent."""
     for name, weight in module.named_parameters():
+        if name.partition(".")[0] in HEADS:
+            continue
         if weight.dim() == 1:
             weight.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+    for name, part in module.named_children():
+        if name in HEADS:
+            init_head(part, generator, std)
 
 
 def load_dflash(

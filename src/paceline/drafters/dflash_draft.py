@@ -103,10 +103,10 @@ class DFlashDrafter:
         if not ready:
             return Draft.chain(tokens_BN, sizes)
         rows = [ctx.rows[b] for b in ready]
-        logits = self._block_logits(rows, state.cache)
+        states, logits = self._block(rows, state.cache)
         best = logits.max(-1)
         broken = (~best.values.isfinite()).any(-1).tolist()
-        ids = self._to_target(best.indices).cpu()
+        ids = self.to_target(best.indices).cpu()
         probs_BNV = torch.zeros(B, N, self.config.vocab_size) if self.samples else None
         for i, b in enumerate(ready):
             if broken[i]:
@@ -118,7 +118,8 @@ class DFlashDrafter:
             tokens_BN[b] = ids[i]
             if probs_BNV is not None:
                 tokens_BN[b] = self._sample(logits[i], ids[i], rows[i], probs_BNV[b])
-        return Draft.chain(tokens_BN, sizes, probs_BNV)
+        hints = {"ready": ready, "states_RbD": states, "logits_RNV": logits}
+        return Draft.chain(tokens_BN, sizes, probs_BNV, **hints)
 
     def _sample(self, logits: Tensor, best: Tensor, row: Row, law_NV: Tensor) -> Tensor:
         """Draw the row's tokens and write their law; a greedy row's law is one-hot."""
@@ -126,12 +127,15 @@ class DFlashDrafter:
             law_NV.scatter_(1, best[:, None], 1.0)
             return best
         probs = shape_probs(logits, row.params).cpu()
-        tokens = self._to_target(torch.tensor(draw(probs, row, len(row.tokens)))).cpu()
-        columns = (
-            torch.arange(law_NV.shape[1]) if self.vocabulary is None else self.vocabulary.cpu()
-        )
-        law_NV[:, columns] = probs
-        return tokens
+        self.spread(probs, law_NV)
+        return self.to_target(torch.tensor(draw(probs, row, len(row.tokens)))).cpu()
+
+    def spread(self, probs_NV: Tensor, law_NV: Tensor) -> None:
+        """Write laws over the draft vocabulary into zeros over the target's."""
+        if self.vocabulary is None:
+            law_NV.copy_(probs_NV)
+        else:
+            law_NV[:, self.vocabulary.cpu()] = probs_NV.cpu()
 
     def _inject(self, rows: list[Row], cache: RaggedCache) -> None:
         """Write the new features' keys and values behind each row's context."""
@@ -167,8 +171,8 @@ class DFlashDrafter:
         assert context == len(row.tokens) - 1, "context must end right before the anchor"
         return True
 
-    def _block_logits(self, rows: list[Row], cache: RaggedCache) -> Tensor:
-        """Logits [rows, N, V'] of one masked block behind each row's anchor."""
+    def _block(self, rows: list[Row], cache: RaggedCache) -> tuple[Tensor, Tensor]:
+        """One masked block behind each row's anchor: final states [rows, b, D], logits [rows, N, V']."""
         config, b = self.config, self.config.block_size
         device = self.target.device
         ids = torch.full((len(rows), b), config.mask_token_id, device=device)
@@ -192,12 +196,13 @@ class DFlashDrafter:
         hidden = self.target.embed(ids.flatten())
         for i in range(config.num_hidden_layers):
             hidden = self.module.layer(i, hidden, positions, attend)
-        states = self.module.final(hidden).view(len(rows), b, -1)[:, 1:]
+        states = self.module.final(hidden).view(len(rows), b, -1)
         # reshape, never a strided slice: with frozen weights a slice takes a 20 times slower path.
-        flat = states.reshape(-1, states.shape[-1])
-        return self._head(flat).float().view(len(rows), b - 1, -1)
+        flat = states[:, 1:].reshape(-1, states.shape[-1])
+        return states, self._head(flat).float().view(len(rows), b - 1, -1)
 
-    def _to_target(self, ids: Tensor) -> Tensor:
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Target ids of draft vocabulary ids."""
         return ids if self.vocabulary is None else self.vocabulary[ids.to(self.vocabulary.device)]
 
     def _warn_once(self, state: DFlashState, key: str, message: str) -> None:
