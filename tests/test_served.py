@@ -58,6 +58,7 @@ def shipped(target: object, rows: list[FeatureRow]) -> Trainee:
     trainee.head = Head(
         target.get_output_embeddings().weight[trainee.vocabulary].contiguous(),
         row_of(trainee.vocabulary, shape.vocab_size),
+        trainee.vocabulary,
     )
     return trainee
 

@@ -589,13 +589,28 @@ def test_a_target_without_all_its_weights_is_refused(model: Any, tmp_path: Path)
         load_frozen(str(tmp_path))
 
 
-def test_the_head_input_is_the_decoders_own_output(model: Any, rows: list[Row]) -> None:
-    from paceline.train.capture import HEAD_INPUT
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss"])
+def test_last_states_from_a_tap_are_the_decoders_own(kind: str) -> None:
+    from paceline.train.capture import LastStates
 
-    tokens = torch.from_numpy(rows[0].tokens).long()[None]
-    plain = model(tokens, output_hidden_states=True)
-    found = Taps(model, (2, HEAD_INPUT)).run(tokens)
-    assert torch.equal(found[..., :32], plain.hidden_states[3])
-    assert torch.equal(found[..., 32:], plain.hidden_states[-1])
-    head = model.get_output_embeddings().weight
-    torch.testing.assert_close(found[..., 32:] @ head.T, plain.logits)
+    target = tiny_model(kind, num_hidden_layers=4)
+    tokens = torch.randint(0, 97, (3, 19), generator=torch.Generator().manual_seed(0))
+    want = target.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+    for after in (0, 2):
+        states = Taps(target, (after,)).run(tokens)
+        assert torch.equal(LastStates(target, after).run(states), want)
+    names = [type(layer).__name__ for layer in target.get_decoder().layers]
+    assert len(set(names)) == 1 and len(names) == 4  # the model is as it was
+
+
+def test_a_target_whose_layers_cannot_be_left_out_is_refused() -> None:
+    from paceline.train.capture import LastStates
+
+    target = tiny_model("llama", num_hidden_layers=4)
+    decoder = target.get_decoder()
+    inner = decoder.embed_tokens.forward
+    decoder.norm.register_forward_hook(lambda _m, _i, out: out + inner(torch.tensor([seen[-1]])))
+    seen: list[int] = []
+    decoder.embed_tokens.register_forward_hook(lambda _m, i, _o: seen.append(int(i[0].max())))
+    with pytest.raises(ValueError, match="cannot be left out"):
+        LastStates(target, 2)

@@ -339,22 +339,21 @@ def test_the_teacher_of_a_draft_is_the_targets_state_one_token_before(
     setup: TrainConfig, tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import paceline.train.fit as module
+    from paceline.train import objectives
     from paceline.train.capture import load_frozen
 
     model = load_frozen(setup.target, torch.float32)
     checked = 0
 
-    def watch(kind: Any, trainee: Any, rows: Any, blocks: Any, head: Any, supervised: Any) -> Any:
-        nonlocal checked
-        labels, _ = supervised
-        real = module.frozen_head_distance
+    def watch(config: Any, trainee: Any, rows: Any, blocks: Any, head: Any, given: Any) -> Any:
+        real = objectives.distance_rule
 
-        def look(drafts: Any, head: Any, teacher: Any, *rest: Any) -> Any:
+        def look(teacher: Any, head: Any, kind: str) -> Any:
             nonlocal checked
-            teacher_RAkD = teacher.view(*labels.shape, -1)
+            teacher_RAkD = teacher.view(*blocks.labels_RAk.shape, -1)
             for r, item in enumerate(rows):
                 tokens = torch.from_numpy(item.row.tokens).long()[None]
-                states = model.get_decoder()(tokens).last_hidden_state[0].bfloat16().float()
+                states = model.get_decoder()(tokens).last_hidden_state[0]
                 for a, anchor in enumerate(blocks.anchors_RA[r].tolist()):
                     for k in (blocks.labels_RAk[r, a] >= 0).nonzero().flatten().tolist():
                         expected = states[anchor + k]
@@ -362,14 +361,14 @@ def test_the_teacher_of_a_draft_is_the_targets_state_one_token_before(
                             teacher_RAkD[r, a, k], expected, rtol=0.02, atol=0.02
                         )
                         checked += 1
-            return real(drafts, head, teacher, *rest)
+            return real(teacher, head, kind)
 
         with monkeypatch.context() as patch:
-            patch.setattr(module, "frozen_head_distance", look)
-            return inner(kind, trainee, rows, blocks, head, supervised)
+            patch.setattr(objectives, "distance_rule", look)
+            return inner(config, trainee, rows, blocks, head, given)
 
-    inner = module._loss
-    monkeypatch.setattr(module, "_loss", watch)
+    inner = module.batch_loss
+    monkeypatch.setattr(module, "batch_loss", watch)
     finish(setup.replace(loss=loss), tmp_path)
     assert checked > 300
 

@@ -11,7 +11,7 @@ import torch
 from paceline.train.losses import (
     frozen_head_ce,
     frozen_head_distance,
-    leading_correct,
+    leading_run,
     position_weights,
 )
 
@@ -94,15 +94,6 @@ def test_position_weights_decay_and_skip_unlabelled() -> None:
     torch.testing.assert_close(weights, torch.tensor([[[1.0, 0.60653066, 0.0]]]))
 
 
-def test_chunks_of_leading_runs_need_not_end_with_a_block() -> None:
-    generator = torch.Generator().manual_seed(2)
-    states, head = torch.randn(12, 4, generator=generator), torch.randn(9, 4, generator=generator)
-    labels = (states @ head.T).argmax(-1).view(4, 3)
-    labels[1, 1] += 1
-    assert leading_correct(states, head, labels, chunk=5).tolist() == [3, 1, 3, 3]
-
-
 def test_leading_run_stops_at_the_first_wrong_draft() -> None:
-    states = torch.eye(4)[[0, 1, 2, 3, 0, 2]]
-    labels = torch.tensor([[0, 1, 3], [3, -100, 2]])
-    assert leading_correct(states, torch.eye(4), labels).tolist() == [2, 1]
+    right = torch.tensor([[True, True, False, True], [False, True, True, True], [True] * 4])
+    assert leading_run(right).tolist() == [2, 0, 4]

@@ -152,6 +152,12 @@ class DFlashConfig:
         """Width of the concatenated taps, m * D."""
         return len(self.target_layer_ids) * self.hidden_size
 
+    @property
+    def refiners(self) -> tuple[str, ...]:
+        """The kinds of bias head there are, best first."""
+        ranks = {"xpress": self.xpress_rank, "markov": self.markov_rank}
+        return tuple(kind for kind, rank in ranks.items() if rank is not None)
+
     def is_causal(self, layer: int) -> bool:
         """Whether a block token of this layer sees its block only up to itself."""
         return self.causal or self.layer_types[layer] == "sliding_attention"

@@ -81,10 +81,6 @@ def target_fingerprint(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-HEAD_INPUT = -1
-"""The tap of what the target's head sees: its last state, behind the final norm."""
-
-
 class _Enough(Exception):
     """Raised by the last tap: the layers above it need not run."""
 
@@ -93,10 +89,9 @@ class _Enough(Exception):
 class Taps:
     """The layers of a frozen causal LM whose outputs are a drafter's features, in config order.
 
-    The output of layer i is what Hugging Face calls hidden_states[i + 1]; ``HEAD_INPUT`` is no layer
-    but the decoder's own output. The model stays as it is between calls. Raises ValueError for a
-    layer that cannot be tapped: the last one is left out, because hidden_states holds its output
-    only after the final norm.
+    The output of layer i is what Hugging Face calls hidden_states[i + 1]. The model stays as it is
+    between calls. Raises ValueError for a layer that cannot be tapped: the last one is left out,
+    because hidden_states holds its output only after the final norm.
     """
 
     model: Any
@@ -107,7 +102,7 @@ class Taps:
             raise ValueError("taps: name at least one layer of the target")
         count = len(self._layers)
         for layer in self.layer_ids:
-            if layer != HEAD_INPUT and not 0 <= layer < count - 1:
+            if not 0 <= layer < count - 1:
                 raise ValueError(f"tap {layer}: the target has layers 0..{count - 2} to tap")
 
     @property
@@ -128,8 +123,8 @@ class Taps:
         Causal attention: padding changes nothing before it.
         """
         layers, found = self._layers, {}
-        chosen = set(self.layer_ids) - {HEAD_INPUT}
-        last = None if HEAD_INPUT in self.layer_ids else max(chosen)
+        chosen = set(self.layer_ids)
+        last = max(chosen)
 
         def keep(layer: int) -> Callable[[Any, Any, Any], None]:
             def hook(_module: Any, _inputs: Any, output: Any) -> None:
@@ -141,8 +136,7 @@ class Taps:
 
         hooks = [layers[i].register_forward_hook(keep(i)) for i in chosen]
         try:
-            out = self.model.get_decoder()(input_ids=tokens_BS.to(self.device), use_cache=False)
-            found[HEAD_INPUT] = out.last_hidden_state
+            self.model.get_decoder()(input_ids=tokens_BS.to(self.device), use_cache=False)
         except _Enough:
             pass
         finally:
@@ -162,6 +156,68 @@ class Taps:
     def _layers(self) -> nn.ModuleList:
         """The layers that decoding taps, too."""
         return Target(self.model, check=False).layers
+
+
+class _Skipped(nn.Module):
+    """Stands for a layer that has run already: hands its input on, or the states it is given."""
+
+    def __init__(self, layer: nn.Module, states: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.__dict__["layer"], self.__dict__["states"] = layer, states
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)  # decoders ask layers for their kind
+
+    def forward(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        given: list[Tensor] | None = self.__dict__["states"]
+        return hidden if given is None else given[0]
+
+
+@dataclass(frozen=True)
+class LastStates:
+    """What the target's head sees, from the output of layer ``after``: only later layers run.
+
+    Features of any run can teach a distribution so, though they do not hold the last state.
+
+    Raises ValueError for a target whose layers cannot be left out.
+    """
+
+    model: Any
+    after: int
+
+    def __post_init__(self) -> None:
+        layers = Target(self.model, check=False).layers
+        size = int(self.model.config.get_text_config().vocab_size)
+        device = self.model.get_input_embeddings().weight.device
+        tokens = torch.arange(1, 40, device=device)[None] * 31 % size
+        states: list[Tensor] = []
+        hook = layers[self.after].register_forward_hook(
+            lambda _m, _i, out: states.append(out[0] if isinstance(out, tuple) else out)
+        )
+        with torch.no_grad():
+            want = self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+        hook.remove()
+        if not torch.equal(self.run(states[0]), want):
+            raise ValueError(
+                f"the target's layers up to {self.after} cannot be left out, so its distribution "
+                "is not known to training; use loss=ce"
+            )
+
+    @torch.no_grad()
+    def run(self, states_RSD: Tensor) -> Tensor:
+        """Last states [R, S, D] of rows padded on the right, in the model's dtype."""
+        decoder = self.model.get_decoder()
+        layers, given = decoder.layers, [states_RSD]
+        first = [_Skipped(layer) for layer in layers[: self.after]]
+        swapped = [*first, _Skipped(layers[self.after], given), *layers[self.after + 1 :]]
+        ids = torch.zeros(states_RSD.shape[:2], dtype=torch.long, device=states_RSD.device)
+        decoder.layers = nn.ModuleList(swapped)
+        try:
+            out = decoder(input_ids=ids, use_cache=False)
+        finally:
+            decoder.layers = layers
+        last: Tensor = out.last_hidden_state
+        return last
 
 
 def capture(taps: Taps, rows: Sequence[npt.NDArray[np.int32]], batch_tokens: int) -> Tensor:

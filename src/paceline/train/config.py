@@ -29,6 +29,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda v: v > 0, "above 0"),
     "gamma": (lambda v: v > 0, "above 0"),
     "clip": (lambda v: v > 0, "above 0"),
+    "head_lr": (lambda v: v is None or v > 0, "above 0, or null for lr"),
     "warmup": (lambda v: 0 <= v <= 1, "a share of the steps, 0 to 1"),
     "betas": (lambda v: all(0 <= b < 1 for b in v), "each at least 0 and below 1"),
     "weight_decay": (lambda v: v >= 0, "at least 0"),
@@ -70,6 +71,54 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Refiner:
+    """A bias head that is trained with the drafter: ``kind`` xpress or markov (drafters/heads.py).
+
+    Its loss is that of three kinds of logits: with the text's own previous tokens (weight 1), with the
+    drafter's own, resolved in ``free_sweeps`` sweeps (``consistency``, shared among them), and the base
+    logits (``base``), which are the first guess. Each is (1 - tv) cross-entropy + tv total variation.
+    ``passes`` is how many sweeps drafting takes unless told otherwise. A Markov head walks: it has no
+    sweeps of its own to learn from, so ``free_sweeps`` is 0 for it.
+    """
+
+    kind: str
+    rank: int = 128
+    mlp_ratio: int = 2
+    passes: int = 4
+    free_sweeps: int = 1
+    consistency: float = 0.3
+    base: float = 0.6
+    tv: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if self.kind not in ("xpress", "markov"):
+            raise ValueError(f"refiner kind {self.kind!r} is not xpress or markov")
+        if min(self.rank, self.mlp_ratio, self.passes) < 1 or self.free_sweeps < 0:
+            raise ValueError("a refiner's rank, mlp_ratio and passes are at least 1, its sweeps 0")
+        if not 0 <= self.tv <= 1 or self.consistency < 0 or self.base < 0:
+            raise ValueError("a refiner's tv is a share, its consistency and base at least 0")
+        if self.kind == "markov" and self.free_sweeps:
+            raise ValueError("a markov refiner walks through the block: set free_sweeps to 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthHead:
+    """AdaFlash's length head behind the drafter, trained on what the drafts of a block are worth.
+
+    ``alone`` trains nothing else: the drafter, and a refiner it may have, stay as they are.
+    """
+
+    bottleneck: int = 64
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if self.bottleneck < 1:
+            raise ValueError("a length head's bottleneck is at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Everything that decides the result of a run.
 
@@ -77,8 +126,9 @@ class TrainConfig:
     layers whose weights start the draft layers, one each; without them the ``layers`` draft layers
     start at random. ``draft_vocab_size`` None trains the full vocabulary. ``init_from`` is a drafter
     folder to start from instead. ``loss`` is ce, the cross-entropy of the text; or kl or tv,
-    distances to the target's distribution (`frozen_head_distance`), for which features also hold
-    the target's last state.
+    distances to the target's distribution (`distance_rule`), for which the target's layers behind the
+    last tap run once more. ``refiner`` and ``length_head`` add heads; ``head_lr`` is theirs if it is
+    not ``lr``.
 
     ``rows_per_step`` rows make one optimiser step, however many processes share them and into
     however many ``micro_batches`` each process divides its own. ``compute`` is what products are
@@ -107,7 +157,10 @@ class TrainConfig:
     compute: str = "auto"
     recompute: bool = False
     parallel: str = "ddp"
+    refiner: Refiner | None = None
+    length_head: LengthHead | None = None
     lr: float = 2.5e-3
+    head_lr: float | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warmup: float = 0.04
@@ -156,6 +209,12 @@ class TrainConfig:
                 f"{self.block_size}; set both, such as block_size={self.phases[-1].block_size} or "
                 f"phases=[{last}]"
             )
+        if self.refiner is not None and any(p.block_size != self.block_size for p in self.phases):
+            raise ValueError("a refiner belongs to one block size: give every phase block_size")
+        if self.refiner is not None and self.loss != "ce":
+            raise ValueError("a refiner has a loss of its own (its tv): leave loss at ce")
+        if self.length_head is not None and self.length_head.alone and self.init_from is None:
+            raise ValueError("a length head alone needs a drafter to start from: set init_from")
         if not self.data:
             raise ValueError("name at least one corpus file (--data)")
 
@@ -163,6 +222,16 @@ class TrainConfig:
     def draft_layers(self) -> int:
         """The number of draft layers."""
         return len(self.init_layers) if self.layers is None else self.layers
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss looks at the target's distribution, not only at the text."""
+        return self.loss != "ce" or (self.refiner is not None and self.refiner.tv > 0)
+
+    @property
+    def heads_only(self) -> bool:
+        """Whether the drafter and its refiner stay as they are."""
+        return self.length_head is not None and self.length_head.alone
 
     def replace(self, **changes: Any) -> TrainConfig:
         """A copy with some fields changed; ValueError names an unknown key's nearest field."""
@@ -182,7 +251,8 @@ class TrainConfig:
 def parse_settings(pairs: list[str]) -> Mapping[str, Any]:
     """``key=value`` pairs from a command line; values are JSON, or text if they are not.
 
-    ``phases`` is a list of objects with the fields of ``Phase``.
+    ``phases`` is a list of objects with the fields of ``Phase``; ``refiner`` and ``length_head`` are
+    objects with the fields of ``Refiner`` and ``LengthHead``.
     """
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -197,8 +267,26 @@ def parse_settings(pairs: list[str]) -> Mapping[str, Any]:
             raise ValueError(f"{key} is set twice")
         if key == "phases":
             value = _phases(value)
+        if key in _OBJECTS and value is not None:
+            value = _object(key, value)
         found[key] = tuple(value) if isinstance(value, list) else value
     return found
+
+
+_OBJECTS: dict[str, type] = {"refiner": Refiner, "length_head": LengthHead}
+
+
+def _object(key: str, value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} must be a JSON object, such as {key}={json.dumps(_EXAMPLE[key])}")
+    _check_names(value, _OBJECTS[key], f"key of {key}")
+    try:
+        return _OBJECTS[key](**value)
+    except TypeError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+_EXAMPLE = {"refiner": {"kind": "xpress"}, "length_head": {"bottleneck": 64}}
 
 
 def _phases(value: Any) -> list[Phase]:

@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.target import parse_dtype
-from paceline.train.blocks import Blocks, draw, make_blocks
-from paceline.train.capture import HEAD_INPUT
+from paceline.train.blocks import draw, make_blocks
 from paceline.train.checkpoint import Origin, export, load_checkpoint, origin, save_checkpoint
 from paceline.train.config import TrainConfig
 from paceline.train.corpus import Corpus, check_corpus, read_corpus, reasons
@@ -37,7 +35,8 @@ from paceline.train.features import (
     plan_cache,
 )
 from paceline.train.logs import Progress, RunLog, Say
-from paceline.train.losses import frozen_head_ce, frozen_head_distance, position_weights
+from paceline.train.losses import position_weights
+from paceline.train.objectives import batch_loss
 from paceline.train.order import Order
 from paceline.train.ranks import Ranks, join_processes, only_run
 from paceline.train.served import Served, served_estimate
@@ -92,7 +91,7 @@ def train_step(config: TrainConfig, trainee: Trainee, order: Order, step: int) -
         here, items = blocks.take(chosen), [batch[r] for r in chosen]
         with trainee.micro_batch(last=at == len(mine) - 1):
             supervised = labels[chosen], part_weights
-            part_loss = _loss(config.loss, trainee, items, here, head.rows_VD, supervised)
+            part_loss = batch_loss(config, trainee, items, here, head, supervised)
             # Processes average their gradients; the parts are to be summed.
             (part_loss * trainee.ranks.world).backward()
         loss += float(part_loss.detach())
@@ -104,28 +103,6 @@ def train_step(config: TrainConfig, trainee: Trainee, order: Order, step: int) -
         "blocks": int(blocks.keep_RA.sum()),
         "positions": int((labels >= 0).sum()),
     }
-
-
-def _loss(
-    kind: str,
-    trainee: Trainee,
-    rows: Sequence[FeatureRow],
-    blocks: Blocks,
-    head_VD: Tensor,
-    supervised: tuple[Tensor, Tensor],
-) -> Tensor:
-    """The weighted loss of some rows' blocks; ``supervised`` are labels and weights [R, A, k]."""
-    device, width = trainee.ranks.device, blocks.width
-    labels, weights = (part.flatten().to(device) for part in supervised)
-    if kind == "ce":
-        drafts = trainee.model(blocks, trainee.features(rows, width)[0])
-        return frozen_head_ce(drafts, head_VD, labels, weights)
-    sources = blocks.sources_RAk.to(device)
-    features, teacher_RSD = trainee.features(rows, width + blocks.block_size)
-    drafts = trainee.model(blocks, features[:, :width])
-    each_row = torch.arange(len(rows), device=device)[:, None, None]
-    teacher = teacher_RSD[each_row, sources].flatten(0, 2)
-    return frozen_head_distance(drafts, head_VD, teacher, weights, kind)
 
 
 def _parts(rows: int, micro_batches: int, ranks: Ranks) -> list[list[int]]:
@@ -145,7 +122,7 @@ def _optimise(config: TrainConfig, trainee: Trainee, step: int) -> float:
             f"step {step}: the gradient is not finite; set a lower lr or clip, in a new --run-dir"
         )
     for group in trainee.optimizer.param_groups:
-        group["lr"] = learning_rate(config, step)
+        group["lr"] = learning_rate(config, step) * group["share"]
     trainee.optimizer.step()
     trainee.optimizer.zero_grad(set_to_none=True)
     return norm
@@ -186,8 +163,7 @@ def feature_rows(
 ) -> list[FeatureRow]:
     """All rows with their features, captured first where they are missing."""
     found: list[FeatureRow] = []
-    taps = config.taps if config.loss == "ce" else (*config.taps, HEAD_INPUT)
-    width = len(taps) * target.config.get_text_config().hidden_size
+    width = len(config.taps) * target.config.get_text_config().hidden_size
     room, used = config.cache_gb, set[str]()
     for corpus in corpora:
         rows, stem = corpus.rows, Path(corpus.path).name.split(".")[0]
@@ -197,7 +173,7 @@ def feature_rows(
             rows,
             Path(config.features_dir or config.run_dir) / f"features-{name}",
             target,
-            layer_ids=taps,
+            layer_ids=config.taps,
             rows_per_shard=config.rows_per_shard,
             limit_gb=room,
             report=_capture_report(log, name),

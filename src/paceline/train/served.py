@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
+from torch import Tensor
 
+from paceline.drafters.dflash import DFlashModule
 from paceline.train.blocks import every, make_blocks
 from paceline.train.features import FeatureRow
-from paceline.train.losses import leading_correct
+from paceline.train.losses import leading_run
+from paceline.train.objectives import best_drafts, previous_ids, refiner_of
 from paceline.train.trainee import Trainee
 
 _ROWS = 4  # drafted together
@@ -109,8 +112,13 @@ def _part_runs(trainee: Trainee, part: Sequence[FeatureRow], block_size: int) ->
         choose=every,
         limit=trainee.shape.max_position_embeddings,
     )
-    features, _ = trainee.features(part, blocks.width)
-    drafts = trainee.model(blocks, features)
-    labels = trainee.head.labels(blocks).flatten(0, 1).to(drafts.device)
-    runs = leading_correct(drafts, trainee.head.rows_VD, labels).view(len(part), anchors)
+    features, _ = trainee.inputs(part, blocks)
+    prev, head = previous_ids(part, blocks).to(features.device), trainee.head
+
+    def drafts(states_nbD: Tensor, drafter: DFlashModule) -> Tensor:
+        refiner = next((refiner_of(drafter, kind) for kind in trainee.shape.refiners), None)
+        return best_drafts(states_nbD, head, prev, refiner, trainee.shape.num_jacobi_passes)
+
+    right = trainee.model(blocks, features, drafts) == head.labels(blocks).flatten(0, 1).to(prev)
+    runs = leading_run(right).view(len(part), anchors)
     return [line[:kept].tolist() for line, kept in zip(runs, blocks.keep_RA.sum(1), strict=True)]

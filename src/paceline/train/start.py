@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.drafters.dflash import (
     DFlashConfig,
     DFlashModule,
+    draft_to_target,
     init_random,
     load_dflash,
     read_config,
@@ -67,6 +68,14 @@ def drafter_shape(config: TrainConfig, target: Any) -> DFlashConfig:
             f"init_layers {bad}: the target has layers 0..{text.num_hidden_layers - 1}"
         )
     heads, reduced = text.num_attention_heads, config.draft_vocab_size
+    refiner, length = config.refiner, config.length_head
+    added: dict[str, Any] = {}
+    if refiner is not None:
+        added[f"{refiner.kind}_rank"] = refiner.rank
+    if refiner is not None and refiner.kind == "xpress":
+        added |= {"xpress_mlp_ratio": refiner.mlp_ratio, "num_jacobi_passes": refiner.passes}
+    if length is not None:
+        added["thresh_head_bottleneck_dim"] = length.bottleneck
     eps = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     return DFlashConfig(
         hidden_size=text.hidden_size,
@@ -84,6 +93,7 @@ def drafter_shape(config: TrainConfig, target: Any) -> DFlashConfig:
         rms_norm_eps=next((getattr(text, name) for name in eps if hasattr(text, name)), 1e-6),
         max_position_embeddings=text.max_position_embeddings,
         draft_vocab_size=None if reduced == text.vocab_size else reduced,
+        **added,
     )
 
 
@@ -152,15 +162,18 @@ def start_module(
     A random start is N(0, 0.02) with norms at 1; the fusing layer sees every tapped dimension at
     the same magnitude, for a few dimensions would otherwise drown the others.
     """
-    if config.init_from:
-        check_start(config, shape)
-        _, module, _ = load_dflash(config.init_from, torch.float32)
-        mine = DFlashModule(shape)
-        mine.load_state_dict(module.state_dict())
-        return mine
     module = DFlashModule(shape)
     generator = torch.Generator().manual_seed(config.seed)
     init_random(module, generator)
+    _start_table(module, target, generator)
+    if config.init_from:
+        check_start(config, shape)
+        _, theirs, _ = load_dflash(config.init_from, torch.float32)
+        kept = theirs.state_dict()
+        module.load_state_dict(
+            module.state_dict() | {n: kept[n] for n in kept_names(theirs, shape)}
+        )
+        return module
     if not config.init_layers:
         module.fc.weight.div_(rms)
         return module
@@ -173,6 +186,45 @@ def start_module(
     _start_fc(module, config, rms, generator)
     module.norm.weight.copy_(0.33 * _gain(target.get_decoder().norm))
     return module
+
+
+def kept_names(theirs: DFlashModule, shape: DFlashConfig) -> list[str]:
+    """The weights of an earlier drafter that a run of this shape goes on with: all but those of heads
+    that it does not have, or has in another size."""
+    with torch.device("meta"):
+        mine = DFlashModule(shape).state_dict()
+    other = {
+        name.partition(".")[0]
+        for name, weight in theirs.state_dict().items()
+        if name not in mine or mine[name].shape != weight.shape
+    }
+    return [name for name in theirs.state_dict() if name.partition(".")[0] not in other]
+
+
+def kept_vocabulary(config: TrainConfig, shape: DFlashConfig) -> Tensor | None:
+    """The draft vocabulary [V'] of an earlier drafter whose refiner goes on: its rows belong to it."""
+    if not config.init_from or config.refiner is None:
+        return None
+    _, theirs, d2t = load_dflash(config.init_from)
+    head = f"{config.refiner.kind}_head."
+    if d2t is None or not any(name.startswith(head) for name in kept_names(theirs, shape)):
+        return None
+    return draft_to_target(d2t)
+
+
+def _start_table(module: DFlashModule, target: Any, generator: torch.Generator) -> None:
+    """Previous tokens start as random projections of their target embeddings, of unit variance: words
+    that are alike look alike, also those that training hardly sees."""
+    for head in ("xpress_head.token_embed", "markov_head.markov_w1"):
+        if head.partition(".")[0] not in dict(module.named_children()):
+            continue
+        table: Any = module.get_submodule(head)
+        words = embedding_table(target, torch.float32).cpu()
+        if len(words) >= len(table.weight):
+            words = words[: len(table.weight)] - words.mean(0)
+            projection = torch.randn(words.shape[1], table.weight.shape[1], generator=generator)
+            seen = words @ projection
+            table.weight.copy_(seen / seen.std())
 
 
 def _gain(norm: Any) -> Tensor:

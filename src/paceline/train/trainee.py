@@ -5,7 +5,7 @@ Does not know steps, files or logs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from paceline.drafters.dflash import DFlashConfig, DFlashModule, offsets_of, vocabulary_fingerprint
+from paceline.drafters.dflash import (
+    HEADS,
+    DFlashConfig,
+    DFlashModule,
+    offsets_of,
+    vocabulary_fingerprint,
+)
 from paceline.train.blocks import Blocks, block_states
+from paceline.train.capture import LastStates
 from paceline.train.config import TrainConfig
 from paceline.train.corpus import count_tokens, draft_vocabulary
 from paceline.train.features import FeatureRow, stack_features
@@ -28,12 +35,16 @@ from paceline.train.start import (
     drafter_shape,
     embedding_table,
     feature_scales,
+    kept_vocabulary,
     start_module,
 )
 
+Finish = Callable[[Tensor, DFlashModule], Tensor]
+"""`finish(states [n, b, D], drafter)`: what a forward returns, with the drafter's heads at hand."""
+
 
 class DraftStates(nn.Module):
-    """Blocks in, final states of their drafts out, computed in ``dtype`` from float32 masters.
+    """Blocks in, what ``finish`` makes of their states out, computed in ``dtype`` from float32 masters.
 
     The masters are this module's parameters, so that DDP and FSDP see, reduce and shard float32.
     """
@@ -48,14 +59,14 @@ class DraftStates(nn.Module):
         # FSDP casts by itself; see `spread`.
         self.cast_to = None if dtype == torch.float32 else dtype
 
-    def forward(self, blocks: Blocks, features_RSF: Tensor) -> Tensor:
-        """[R * A * (b - 1), D]."""
+    def forward(self, blocks: Blocks, features_RSF: Tensor, finish: Finish) -> Tensor:
+        """What ``finish`` returns; n = R * A blocks."""
         if self.cast_to is not None:
             use_copies(self.drafter, self.cast_to)
         states = block_states(
             self.drafter, blocks, features_RSF, self.embedding_VD, recompute=self.recompute
         )
-        return states.view(-1, blocks.block_size, states.shape[-1])[:, 1:].flatten(0, 1)
+        return finish(states.view(-1, blocks.block_size, states.shape[-1]), self.drafter)
 
 
 def use_copies(module: nn.Module, dtype: torch.dtype) -> None:
@@ -76,11 +87,20 @@ class Head:
 
     rows_VD: Tensor
     to_draft: Tensor  # [V] row of a target id, -100 for one that has none
+    ids_V: Tensor  # [V'] target ids of the rows
+    places_V: Tensor | None = (
+        None  # [V'] where the rows stand in the draft vocabulary; None: in order
+    )
 
     def labels(self, blocks: Blocks) -> Tensor:
         """Labels as rows [R, A, k]; -100 where a draft could never be right."""
         known = blocks.labels_RAk.clamp_min(0)
         return torch.where(blocks.labels_RAk >= 0, self.to_draft[known], -100)
+
+    def readout(self, refiner: Any) -> Tensor:
+        """A refiner's last matrix [V', r] for these rows."""
+        weight: Tensor = refiner.readout.weight
+        return weight if self.places_V is None else weight[self.places_V]
 
 
 @dataclass(kw_only=True)
@@ -103,7 +123,9 @@ class Trainee:
     totals: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("blocks", "positions", "seconds"), 0.0)
     )
+    last: LastStates | None = None  # the target behind its last tap, if a distribution is taught
     _short: Head | None = field(default=None, init=False, repr=False)
+    _words: int = field(default=0, init=False, repr=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,22 +136,40 @@ class Trainee:
         """The head for the most frequent ``words`` of the draft vocabulary; None: all of it."""
         if words is None or words >= len(self.head.rows_VD):
             return self.head
-        if self._short is None or len(self._short.rows_VD) != words:
+        if self._short is None or self._words != words:
             ids = torch.from_numpy(draft_vocabulary(self.counts, words))
-            rows = self.head.to_draft[ids].to(self.head.rows_VD.device)
-            self._short = Head(self.head.rows_VD[rows].contiguous(), row_of(ids, len(self.counts)))
+            device = self.head.rows_VD.device
+            rows = self.head.to_draft[ids].to(device)
+            # Words of the whole text that an earlier drafter's vocabulary lacks are no rows.
+            rows, ids = rows[rows >= 0], ids[(rows >= 0).cpu()]
+            self._short = Head(
+                rows_VD=self.head.rows_VD[rows].contiguous(),
+                to_draft=row_of(ids, len(self.counts)),
+                ids_V=ids.to(device),
+                places_V=rows,
+            )
+            self._words = words
         return self._short
 
-    def features(self, rows: Sequence[FeatureRow], width: int) -> tuple[Tensor, Tensor]:
-        """Scaled features [R, width, F] of the first tokens of each row, on the device.
+    def inputs(
+        self, rows: Sequence[FeatureRow], blocks: Blocks, teach: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scaled features [R, S, F] of what the blocks see of each row, on the device.
 
-        And the states [R, width, D] that the target's head saw, if they were captured ([.., 0]).
+        With ``teach`` also the states [R * A * k, D] that the target's head saw for each draft.
         """
-        found = stack_features(rows, width).to(self.ranks.device)
-        F = len(self.rms_F)
+        device, width = self.ranks.device, blocks.width
+        found = stack_features(rows, width + blocks.block_size * teach).to(device)
         # In float32: `fused` divides the weights by these very numbers.
-        scaled = found[..., :F].float() / self.rms_F
-        return scaled.to(self.dtype), found[..., F:].to(self.dtype)
+        scaled = (found[:, :width].float() / self.rms_F).to(self.dtype)
+        if not teach:
+            return scaled, None
+        assert self.last is not None
+        D = self.shape.hidden_size
+        at = self.shape.target_layer_ids.index(self.last.after) * D
+        states = self.last.run(found[..., at : at + D].to(self.dtype))
+        each_row = torch.arange(len(rows), device=device)[:, None, None]
+        return scaled, states[each_row, blocks.sources_RAk.to(device)].flatten(0, 2)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -174,9 +214,11 @@ def make_trainee(
     ranks = ranks or Ranks()
     named = None if tokenizer is None else vocabulary_fingerprint(tokenizer)
     shape = replace(drafter_shape(config, target.config), vocabulary_fingerprint=named)
-    if config.loss != "ce":
+    last = None
+    if config.needs_teacher:
         check_head(target, torch.from_numpy(rows[0].row.tokens))
-    rms = feature_scales(rows[:256])[: shape.feature_size]
+        last = LastStates(target, max(config.taps))
+    rms = feature_scales(rows[:256])
     if not rms.isfinite().all():
         raise ValueError("the target's tapped states hold NaN or infinity; try compute=fp32")
     drafter = start_module(config, shape, target, rows, rms).float()
@@ -186,30 +228,48 @@ def make_trainee(
     counts = count_tokens([item.row for item in rows], shape.vocab_size)
     vocabulary, to_draft = None, torch.arange(shape.vocab_size)
     if shape.draft_vocab_size is not None:
-        vocabulary = torch.from_numpy(draft_vocabulary(counts, shape.draft_vocab_size))
+        vocabulary = kept_vocabulary(config, shape)
+        if vocabulary is None:
+            vocabulary = torch.from_numpy(draft_vocabulary(counts, shape.draft_vocab_size))
         head = head[vocabulary.to(head.device)]
         to_draft = row_of(vocabulary, shape.vocab_size)
     embedding = embedding_table(target, dtype).to(ranks.device)
+    if config.heads_only:
+        drafter.requires_grad_(False)
+        drafter.get_submodule("thresh_head_two_model").requires_grad_(True)
     states = DraftStates(drafter.to(ranks.device), embedding, dtype, config.recompute)
     model = spread(states, config.parallel, ranks, dtype)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=config.lr,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    how: Any = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    optimizer = torch.optim.AdamW(_groups(config, model), fused=True, **how)
     return Trainee(
         shape=shape,
         states=states,
         model=model,
         optimizer=optimizer,
         rms_F=rms.to(ranks.device),
-        head=Head(head.to(ranks.device).contiguous(), to_draft),
+        head=Head(
+            rows_VD=head.to(ranks.device).contiguous(),
+            to_draft=to_draft,
+            ids_V=(torch.arange(len(head)) if vocabulary is None else vocabulary).to(ranks.device),
+        ),
+        last=last,
         vocabulary=vocabulary,
         counts=counts,
         ranks=ranks,
     )
+
+
+def _groups(config: TrainConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """What is trained: the drafter, and its heads, whose learning rate may be another."""
+    heads = {True: list[Any](), False: list[Any]()}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            heads[any(f"{head}." in name for head in HEADS)].append(weight)
+    share = 1.0 if config.head_lr is None else config.head_lr / config.lr
+    if share == 1.0:
+        return [{"params": heads[False] + heads[True], "share": 1.0}]
+    every = ({"params": heads[False], "share": 1.0}, {"params": heads[True], "share": share})
+    return [group for group in every if group["params"]]
 
 
 def spread(states: DraftStates, how: str, ranks: Ranks, dtype: torch.dtype) -> nn.Module:

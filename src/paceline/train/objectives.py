@@ -1,0 +1,174 @@
+"""The loss of a batch of blocks: of the drafter, of a refiner with it, of a length head behind them.
+
+Does not know optimisers, files or where rows and anchors come from. Letters: R rows, A anchors per row,
+b block size, k = b - 1 drafts, n = R * A blocks, T = n * k draft positions, D hidden width, r rank of a
+refiner, V' head rows.
+
+Sources: DFlash, arXiv 2602.06036, section 4.2; xPress, arXiv 2608.02438 (teacher-forced, free-running and
+base terms); AdaFlash, arXiv 2607.19223 (length labels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.drafters.dflash import DFlashModule
+from paceline.train.blocks import Blocks
+from paceline.train.config import Refiner, TrainConfig
+from paceline.train.features import FeatureRow
+from paceline.train.losses import (
+    Rule,
+    ce_rule,
+    distance_rule,
+    frozen_head_loss,
+    leading_run,
+    mixed_rule,
+    refined_head_loss,
+)
+from paceline.train.trainee import Head, Trainee
+
+
+def batch_loss(
+    config: TrainConfig,
+    trainee: Trainee,
+    rows: Sequence[FeatureRow],
+    blocks: Blocks,
+    head: Head,
+    supervised: tuple[Tensor, Tensor],
+) -> Tensor:
+    """The weighted loss of some rows' blocks, fp32 scalar.
+
+    ``supervised`` are labels as rows of ``head`` and weights, both [R, A, k].
+    """
+    device = trainee.ranks.device
+    labels, weights = (part.flatten().to(device) for part in supervised)
+    features, teacher = trainee.inputs(rows, blocks, config.needs_teacher)
+    prev = previous_ids(rows, blocks).to(device)
+
+    def finish(states_nbD: Tensor, drafter: DFlashModule) -> Tensor:
+        """Runs inside the module's forward, so that sharded and shared masters are at hand."""
+        drafts = states_nbD[:, 1:].flatten(0, 1)
+        loss = drafts.new_zeros((), dtype=torch.float32)
+        refined = None if config.refiner is None else refiner_of(drafter, config.refiner.kind)
+        if not config.heads_only:
+            rule = _rule(config, labels, head, teacher)
+            if refined is None:
+                loss = frozen_head_loss(drafts, head.rows_VD, weights, rule)
+            else:
+                assert config.refiner is not None
+                loss = _refined_loss(config.refiner, refined, states_nbD, head, prev, weights, rule)
+        if config.length_head is not None:
+            right = best_drafts(states_nbD, head, prev, refined) == labels.view(len(states_nbD), -1)
+            weight = weights.view(len(states_nbD), -1)[:, 0].gt(0).float()
+            loss = loss + _length_loss(drafter, states_nbD, leading_run(right), weight)
+        return loss
+
+    loss: Tensor = trainee.model(blocks, features, finish)
+    return loss
+
+
+def _rule(config: TrainConfig, labels_T: Tensor, head: Head, teacher_TD: Tensor | None) -> Rule:
+    if config.refiner is not None and teacher_TD is not None:
+        distance = distance_rule(teacher_TD, head.rows_VD, "tv")
+        return mixed_rule(ce_rule(labels_T), distance, config.refiner.tv)
+    if teacher_TD is not None:
+        return distance_rule(teacher_TD, head.rows_VD, config.loss)
+    return ce_rule(labels_T)
+
+
+def previous_ids(rows: Sequence[FeatureRow], blocks: Blocks) -> Tensor:
+    """Target ids [n, b] of the token before each slot, as the text has them; zeros past its end."""
+    before = torch.arange(-1, blocks.block_size - 1)
+    lines = []
+    for item, anchors in zip(rows, blocks.anchors_RA, strict=True):
+        tokens = torch.from_numpy(item.row.tokens).long()
+        at = anchors[:, None] + before
+        known = tokens[at.clamp(0, len(tokens) - 1)]
+        lines.append(known.where(at < len(tokens), 0))
+    return torch.cat(lines)
+
+
+def refiner_of(drafter: DFlashModule, kind: str) -> Any:
+    """The drafter's bias head of that kind."""
+    return drafter.get_submodule(f"{kind}_head")
+
+
+def _refined_loss(
+    settings: Refiner,
+    refiner: Any,
+    states_nbD: Tensor,
+    head: Head,
+    prev_nb: Tensor,
+    weights_T: Tensor,
+    rule: Rule,
+) -> Tensor:
+    """Base, teacher-forced and free-running terms; no gradient flows from a sweep to the one before."""
+    fixed = refiner.fixed(states_nbD, states_nbD.mean(1))
+    readout = head.readout(refiner)
+    latents = [refiner.latent(fixed, prev_nb)[:, 1:].flatten(0, 1)]
+    tokens = None
+    for _ in range(settings.free_sweeps):
+        tokens = _best(states_nbD, head, None if tokens is None else (latents[-1], readout))
+        own = torch.cat((prev_nb[:, :2], head.ids_V[tokens[:, :-1]]), dim=1)
+        latents.append(refiner.latent(fixed, own)[:, 1:].flatten(0, 1))
+    each = settings.consistency / max(1, settings.free_sweeps)
+    shares = [settings.base, 1.0, *[each] * settings.free_sweeps]
+    drafts = states_nbD[:, 1:].flatten(0, 1)
+    return refined_head_loss(
+        drafts, torch.stack(latents), readout, head.rows_VD, weights_T, shares, rule
+    )
+
+
+@torch.no_grad()
+def _best(
+    states_nbD: Tensor, head: Head, bias: tuple[Tensor, Tensor] | None, chunk: int = 2048
+) -> Tensor:
+    """The most probable head rows [n, k]; ``bias`` are latents [T, r] and the readout [V', r]."""
+    flat, found = states_nbD[:, 1:].flatten(0, 1), []
+    for at in range(0, len(flat), chunk):
+        logits = flat[at : at + chunk] @ head.rows_VD.T
+        if bias is not None:
+            logits = logits.addmm_(bias[0][at : at + chunk], bias[1].T)
+        found.append(logits.max(-1).indices)
+    return torch.cat(found).view(len(states_nbD), -1)
+
+
+@torch.no_grad()
+def best_drafts(
+    states_nbD: Tensor, head: Head, prev_nb: Tensor, refiner: Any, sweeps: int | None = None
+) -> Tensor:
+    """What would be drafted greedily, as head rows [n, k]; only ``prev_nb[:, :2]`` is looked at.
+
+    As the refine stage does it: sweeps until nothing changes, at most ``sweeps``; None: as many as make
+    it the walk through the block.
+    """
+    tokens = _best(states_nbD, head, None)
+    if refiner is None:
+        return tokens
+    fixed, readout = refiner.fixed(states_nbD, states_nbD.mean(1)), head.readout(refiner)
+    limit = tokens.shape[1] if refiner.walks or sweeps is None else sweeps
+    for _ in range(limit):
+        own = torch.cat((prev_nb[:, :2], head.ids_V[tokens[:, :-1]]), dim=1)
+        latents = refiner.latent(fixed, own)[:, 1:].flatten(0, 1)
+        new = _best(states_nbD, head, (latents, readout))
+        if torch.equal(new, tokens):
+            break
+        tokens = new
+    return tokens
+
+
+def _length_loss(
+    drafter: DFlashModule, states_nbD: Tensor, runs_n: Tensor, weight: Tensor
+) -> Tensor:
+    """Squared error of the predicted share; its truth is the anchor and the accepted drafts, over b.
+
+    States are detached: what a block is worth does not teach the drafter.
+    """
+    length: Any = drafter.get_submodule("thresh_head_two_model")
+    shares = length(states_nbD.detach())
+    truth = (runs_n + 1) / states_nbD.shape[1]
+    return ((shares - truth).square() * weight).sum() / weight.sum().clamp_min(1)
