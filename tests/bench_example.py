@@ -80,6 +80,7 @@ def example_bench() -> dict[str, Any]:
             "temperatures": list(TEMPERATURES),
             "limit": 12,
             "max_new_tokens": TOKENS,
+            "accept": "match",
         },
         "methods": [
             {
@@ -183,6 +184,7 @@ def _figures(some: list[dict[str, Any]]) -> dict[str, Any]:
         "measurements": len(some),
         "identical_to_plain": verdicts.count("identical"),
         "near_ties": verdicts.count("near-tie"),
+        "other_draws": verdicts.count("draw"),
         "bugs": 0,
         "looping_share": ratio(sum(one["looping"] for one in some), len(some)),
         "without_loops": {

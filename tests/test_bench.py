@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import paceline
 from bench_example import example_bench
-from harness import TableCache, TableLM, TableTarget
+from harness import TableCache, TableDrafter, TableLM, TableTarget
 from paceline import pipeline as pipelines
 from paceline.cli import app
 from paceline.cli.bench import show
@@ -34,6 +34,7 @@ from paceline.evaluate import methods
 from paceline.evaluate.bench import Bench, BenchArguments, document, header
 from paceline.evaluate.entries import Entry, summarise
 from paceline.evaluate.methods import parse_method, parse_methods
+from paceline.evaluate.results import _check_run
 from paceline.evaluate.side import SideFile, side_path
 from paceline.evaluate.tasks import load_tasks
 from paceline.evaluate.verify import ExactArithmetic, judge, sampling_margin
@@ -152,7 +153,10 @@ def measure(
 ) -> tuple[dict[str, Any], list[Entry]]:
     """The document of a bench with these drafters, and its replies."""
     plain = Pipeline(target=World(table))
-    made = {name: Pipeline(target=plain.target, drafter=d) for name, d in drafters.items()}
+    made = {
+        name: Pipeline(target=plain.target, drafter=d, accept=given.accept)
+        for name, d in drafters.items()
+    }
     tasks = load_tasks(given.tasks, None, given.limit)
     named = [{"name": name, "drafter": name, "stages": [], "weights": None} for name in made]
     head = header(
@@ -236,6 +240,24 @@ def test_stages_are_timed_as_refine_and_may_change_nothing(clock: None, prompts:
     run = run_of(found, "x")
     assert run["seconds"]["refine"] == run["seconds"]["draft"] == run["forward_passes"] == 60
     assert run["accepted_drafts"] == 0 and run["identical_to_plain"] == 4
+
+
+def test_replies_under_rejection_are_other_draws_and_no_bugs(prompts: Path) -> None:
+    table = TableLM.random(11, seed=3)
+    given = arguments(prompts, accept="rejection", temperatures=(1.0,))
+    sampled = TableDrafter(TableLM.random(11, seed=4), 3)
+    found, _ = measure(given, table=table, x=sampled)
+    drawn = run_of(found, "x")
+    assert drawn["other_draws"] > 0 and not drawn["bugs"]
+    assert drawn["other_draws"] + drawn["identical_to_plain"] == drawn["requests"]
+    replies = [r for r in found["replies"] if r["verdict"] == "draw"]
+    assert len(replies) == drawn["other_draws"] and replies[0]["difference"]["margin"] is None
+    run = {**drawn, "other_draws": 0}
+    with pytest.raises(ValueError, match="other_draws"):
+        _check_run(run, "runs[0]")
+    _check_run(drawn, "runs[0]")
+    with pytest.raises(ValueError, match="not match or rejection"):
+        arguments(prompts, accept="typical")
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, SamplingParams]]:

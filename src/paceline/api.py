@@ -5,6 +5,7 @@ Knows names and folders only; everything else is the rooms' business.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,16 @@ def packaged_drafters() -> dict[str, Path]:
     return {
         path.name: path for path in sorted(WEIGHTS.iterdir()) if (path / "config.json").exists()
     }
+
+
+def packaged_with(name: str, heads: Sequence[str]) -> str:
+    """The packaged drafter that has these heads (``xpress``) in place of ``name``, which lacks them.
+
+    Drafters with a head were trained together with it and are folders of their own. The name itself
+    where there is none: who asks for the head then says what is missing.
+    """
+    with_heads = "-".join([name.removesuffix("-dflash"), *heads])
+    return with_heads if heads and with_heads in packaged_drafters() else name
 
 
 def load_drafter(name: str, target: Any, *, samples: bool = False) -> Drafter | None:

@@ -35,7 +35,7 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: plain (always run), ngram, dflash (the packaged one), "
-            "dflash:FOLDER, model:NAME; +stage[:argument] adds a stage."
+            "dflash:FOLDER, model:NAME; +stage[:argument] adds a stage (+xpress, +xpress:3)."
         ),
     ] = "plain,ngram,dflash",
     tasks: Annotated[
@@ -49,6 +49,13 @@ def bench(
     ] = None,
     batch_size: Annotated[str, typer.Option(help="Comma-separated: rows decoded together.")] = "1",
     temperature: Annotated[str, typer.Option(help="Comma-separated; 0 is greedy.")] = "0",
+    accept: Annotated[
+        str,
+        typer.Option(
+            help="match (seeded replies equal plain's), or rejection (drafts are sampled; above "
+            "temperature 0 more of them are kept, and replies are other draws of the same law)."
+        ),
+    ] = "match",
     limit: Annotated[int | None, typer.Option(help="At most so many prompts a task.")] = None,
     max_new_tokens: TokensOption = 256,
     dtype: DtypeOption = "auto",
@@ -75,6 +82,7 @@ def bench(
         max_new_tokens=max_new_tokens,
         dtype=dtype,
         device=device,
+        accept=accept,
     )
     probe(json_file)
     if threads is not None:

@@ -49,10 +49,13 @@ class BenchArguments:
     max_new_tokens: int = 256
     dtype: str = "bf16"
     device: str = "cpu"
+    accept: str = "match"
 
     def __post_init__(self) -> None:
         if not self.methods:
             raise ValueError("methods is empty; name at least one, plain for the baseline alone")
+        if self.accept not in ("match", "rejection"):
+            raise ValueError(f"accept {self.accept!r} is not match or rejection")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1; got {self.limit}")
         for name in ("tasks", "batch_sizes", "temperatures"):
@@ -222,6 +225,8 @@ class Bench:
         params = self._params(entry.row, entry.turn, entry.temperature)
         pipeline, start = self.pipelines[entry.method], entry.prompt_ids
         wanted, got = plain.token_ids, entry.token_ids
+        if pipeline.accept == "rejection" and entry.temperature > 0:
+            return other_draw(wanted, got)
         return asdict(judge(pipeline, exact, entry.row, start, wanted, got, params))
 
     def _tell_bug(self, entry: Entry) -> None:
@@ -260,6 +265,21 @@ class Bench:
                 prompts.append(self._prompt(list(question.turns[0]), question.tools))
         for pipeline in self.pipelines.values():
             traced(pipeline, prompts, params)
+
+
+def other_draw(wanted: Sequence[int], got: Sequence[int]) -> dict[str, Any]:
+    """The verdict on a sampled reply under rejection, which draws other numbers than plain does."""
+    pairs = zip(wanted, got, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(wanted), len(got)))
+    tokens = [ids[at] if at < len(ids) else None for ids in (wanted, got)]
+    return {
+        "verdict": "draw",
+        "position": at,
+        "plain_token": tokens[0],
+        "speculative_token": tokens[1],
+        "margin": None,
+        "rounding": None,
+    }
 
 
 def encode(pipeline: Pipeline, messages: list[Message], tools: Any = None) -> list[int]:
@@ -313,13 +333,13 @@ def run_bench(
     target = paceline.load(
         arguments.target, None, dtype=arguments.dtype, device=arguments.device
     ).target
-    pipelines = {method.name: method.pipeline(target) for method in methods}
+    pipelines = {method.name: method.pipeline(target, arguments.accept) for method in methods}
 
     def fits(question: Question) -> str | None:
         return refusal(pipelines["plain"], question, arguments.max_new_tokens)
 
     tasks = [task.keep(fits, tell) for task in tasks]
-    described = [method.describe(target) for method in methods]
+    described = [method.describe(target, arguments.accept) for method in methods]
     head = header(arguments, target, described, tasks)
     side = SideFile(path=None if out is None else side_path(out), header=head)
     if side.parts:
@@ -359,6 +379,7 @@ def header(
             "temperatures": list(arguments.temperatures),
             "limit": arguments.limit,
             "max_new_tokens": arguments.max_new_tokens,
+            "accept": arguments.accept,
         },
         "methods": methods,
         "tasks": [task.describe() for task in tasks],

@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def verdict(self) -> str:
-        """``identical``, ``near-tie`` or ``bug``."""
+        """``identical``, ``near-tie``, ``bug``, or ``draw``: sampled with other numbers than plain."""
         return "identical" if self.difference is None else str(self.difference["verdict"])
 
     @property
@@ -198,6 +198,7 @@ def figures(measured: Sequence[Pair]) -> dict[str, Any]:
         "identical_to_plain": verdicts.count("identical"),
         "near_ties": verdicts.count("near-tie"),
         "bugs": verdicts.count("bug"),
+        "other_draws": verdicts.count("draw"),
         "looping_share": ratio(sum(e.looping for e in mine), len(mine)),
         "without_loops": {
             **{name: getattr(counts, name) for name in WITHOUT_LOOPS},

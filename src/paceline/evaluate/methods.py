@@ -12,16 +12,46 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.api import DEFAULT_DRAFTERS, load_drafter, packaged_drafters
+from paceline.api import DEFAULT_DRAFTERS, load_drafter, packaged_drafters, packaged_with
 from paceline.core import Drafter, Stage
 from paceline.data.fingerprint import fingerprint_of, target_folder
+from paceline.drafters.refine import Refine
 from paceline.pipeline import Pipeline
 
-StageFactory = Callable[[str | None, Pipeline], Stage]
-STAGES: dict[str, StageFactory] = {}
-"""Stages by name: ``factory(argument, pipeline so far)``."""
 
-ACCEPT = "match"  # with it seeded replies equal plain's
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a stage is made for: the pipeline so far."""
+
+    target: Any
+    drafter: Drafter | None
+    accept: str
+    stages: tuple[Stage, ...] = ()
+
+
+StageFactory = Callable[[str | None, Parts], Stage]
+
+
+def _refine(kind: str) -> StageFactory:
+    def make(argument: str | None, parts: Parts) -> Stage:
+        sweeps = None if argument is None else _count(f"{kind}:{argument}", argument)
+        samples = parts.accept == "rejection"
+        return Refine(parts.drafter, kind, sweeps=sweeps, samples=samples)
+
+    return make
+
+
+def _count(text: str, argument: str) -> int:
+    try:
+        return int(argument)
+    except ValueError:
+        raise ValueError(f"{text}: {argument!r} is no whole number") from None
+
+
+REFINERS = ("xpress", "markov")
+STAGES: dict[str, StageFactory] = {kind: _refine(kind) for kind in REFINERS}
+"""Stages by name: ``factory(argument, parts)``."""
+
 DRAFTERS = ("plain", "ngram", "dflash", "model")
 SEPARATORS = "(',' parts methods and '+' parts stages: a path with either must be renamed)"
 
@@ -55,7 +85,8 @@ class Method:
                 raise ValueError(
                     f"no drafter is packaged for target {target.name!r}; use dflash:FOLDER"
                 )
-            return DEFAULT_DRAFTERS[target.name]
+            heads = [name for name, _ in self.stages if name in REFINERS]
+            return packaged_with(DEFAULT_DRAFTERS[target.name], heads)
         if self.choice is not None and self.choice not in packaged_drafters():
             return str(
                 Path(self.choice).absolute()
@@ -78,24 +109,31 @@ class Method:
         digest.update((folder / "config.json").read_bytes())
         return digest.hexdigest()[:16]
 
-    def describe(self, target: Any) -> dict[str, Any]:
+    def describe(self, target: Any, accept: str = "match") -> dict[str, Any]:
         """The method as it stands in the bench's JSON."""
         return {
             "name": self.name,
             "drafter": self.drafter,
             "stages": [name for name, _ in self.stages],
             "weights": self.weights(target),
-            "accept": ACCEPT,
+            "accept": "match" if self.drafter == "plain" else accept,
         }
 
-    def pipeline(self, target: Any) -> Pipeline:
-        """Load the drafter and the stages."""
-        drafter: Drafter | None = load_drafter(self.source(target), target)
-        made = Pipeline(target=target, drafter=drafter, accept=ACCEPT)
+    def pipeline(self, target: Any, accept: str = "match") -> Pipeline:
+        """Load the drafter and the stages.
+
+        With ``accept="rejection"`` drafts are sampled: by the first stage if that draws anew.
+        """
+        if self.drafter == "plain":
+            return Pipeline(target=target)
+        anew = bool(self.stages) and self.stages[0][0] in REFINERS
+        samples = accept == "rejection" and not anew
+        drafter: Drafter | None = load_drafter(self.source(target), target, samples=samples)
+        parts = Parts(target=target, drafter=drafter, accept=accept)
         for name, argument in self.stages:
-            stage = STAGES[name](argument, made)
-            made = replace(made, stages=(*made.stages, stage))
-        return made
+            stage = STAGES[name](argument, parts)
+            parts = replace(parts, stages=(*parts.stages, stage))
+        return Pipeline(target=target, drafter=drafter, accept=accept, stages=parts.stages)
 
 
 def parse_methods(texts: Sequence[str]) -> list[Method]:

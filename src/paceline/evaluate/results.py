@@ -263,8 +263,9 @@ def _check_run(run: Mapping[str, Any], where: str) -> None:
     ):
         if run[name] != total:
             raise ValueError(f"{where}.{name}: {run[name]}, but the {of} has {total}")
-    if run["identical_to_plain"] + run["near_ties"] + run["bugs"] != run["requests"]:
-        raise ValueError(f"{where}.requests: not the sum of identical_to_plain, near_ties and bugs")
+    kinds = ("identical_to_plain", "near_ties", "bugs", "other_draws")
+    if sum(run.get(kind, 0) for kind in kinds) != run["requests"]:
+        raise ValueError(f"{where}.requests: not the sum of {', '.join(kinds)}")
     shares = [slot[name] for slot in slots for name in SHARES]
     if any(share is not None and share > 1 for share in [*shares, run["looping_share"]]):
         raise ValueError(f"{where}: slot_acceptance or looping_share is a share above 1")
