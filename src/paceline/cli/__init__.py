@@ -17,14 +17,17 @@ import typer
 from paceline.cli import data as data_commands
 from paceline.cli.bench import bench
 from paceline.cli.common import (
+    AcceptOption,
     DrafterOption,
     DtypeOption,
     JsonOption,
+    MethodOption,
     SeedOption,
     TargetOption,
     TemperatureOption,
     TokensOption,
     TopPOption,
+    load_pipeline,
     write_json,
 )
 from paceline.cli.report import report
@@ -59,6 +62,7 @@ def options(
 def demo(
     target: TargetOption = "smollm2",
     drafter: DrafterOption = "default",
+    method: MethodOption = None,
     dtype: DtypeOption = "auto",
     max_new_tokens: TokensOption = 96,
     json_file: JsonOption = None,
@@ -67,9 +71,14 @@ def demo(
 
     Example: paceline demo --json demo.json
     """
+    import torch
+
     from paceline.evaluate.demo import run_demo
 
-    write_json(json_file, run_demo(target, drafter, dtype, max_new_tokens))
+    typer.echo(f"Loading {target} ({dtype}, {torch.get_num_threads()} threads) ...")
+    pipeline = load_pipeline(target, drafter, method, dtype)
+    names = {"target": target, "drafter": method or drafter}
+    write_json(json_file, names | run_demo(pipeline, max_new_tokens))
 
 
 @app.command()
@@ -77,11 +86,13 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message.")],
     target: TargetOption = "smollm2",
     drafter: DrafterOption = "default",
+    method: MethodOption = None,
     dtype: DtypeOption = "auto",
     max_new_tokens: TokensOption = 256,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     seed: SeedOption = None,
+    accept: AcceptOption = "match",
     json_file: JsonOption = None,
 ) -> None:
     """Answer one prompt, streaming.
@@ -94,9 +105,9 @@ def generate(
     params = paceline.SamplingParams(
         max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
-    pipeline = paceline.load(target, drafter, dtype=dtype)
+    pipeline = load_pipeline(target, drafter, method, dtype, accept)
     reply = stream_reply(pipeline, [{"role": "user", "content": prompt}], params)
-    names = {"target": target, "drafter": drafter, "dtype": pipeline.target.dtype_name}
+    names = {"target": target, "drafter": method or drafter, "dtype": pipeline.target.dtype_name}
     write_json(json_file, names | reply)
 
 
@@ -104,11 +115,13 @@ def generate(
 def chat(
     target: TargetOption = "smollm2",
     drafter: DrafterOption = "default",
+    method: MethodOption = None,
     dtype: DtypeOption = "auto",
     max_new_tokens: TokensOption = 256,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     seed: SeedOption = None,
+    accept: AcceptOption = "match",
 ) -> None:
     """Talk to the model; an empty line or end of input leaves.
 
@@ -120,7 +133,7 @@ def chat(
     params = paceline.SamplingParams(
         max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
-    pipeline = paceline.load(target, drafter, dtype=dtype)
+    pipeline = load_pipeline(target, drafter, method, dtype, accept)
     messages: list[dict[str, str]] = []
     while True:
         typer.echo("> ", nl=False)
@@ -137,6 +150,7 @@ def verify(
     prompts: Annotated[Path, typer.Option(help="JSONL: prompt, question, turns or messages.")],
     target: TargetOption = "smollm2",
     drafter: DrafterOption = "default",
+    method: MethodOption = None,
     dtype: DtypeOption = "fp32",
     max_new_tokens: TokensOption = 128,
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.")] = None,
@@ -145,7 +159,7 @@ def verify(
     samples: Annotated[
         int, typer.Option(help="Above 0: also compare the distribution of so many replies.")
     ] = 0,
-    accept: Annotated[str, typer.Option(help="match, or rejection (distribution only).")] = "match",
+    accept: AcceptOption = "match",
     json_file: JsonOption = None,
 ) -> None:
     """Check that speculation does not change the output; exit code 1 on a bug.
@@ -159,7 +173,7 @@ def verify(
 
     chats = read_prompts(prompts, limit)
     params = paceline.SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=0)
-    pipeline = paceline.load(target, drafter, dtype=dtype, accept=accept)
+    pipeline = load_pipeline(target, drafter, method, dtype, accept)
     if samples or accept == "rejection":
         figures = check_distribution(pipeline, chats[0], params, samples)
         for row in figures["distribution"]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.common import (
+    AcceptOption,
     DtypeOption,
     JsonOption,
     TargetOption,
@@ -49,13 +50,7 @@ def bench(
     ] = None,
     batch_size: Annotated[str, typer.Option(help="Comma-separated: rows decoded together.")] = "1",
     temperature: Annotated[str, typer.Option(help="Comma-separated; 0 is greedy.")] = "0",
-    accept: Annotated[
-        str,
-        typer.Option(
-            help="match (seeded replies equal plain's), or rejection (drafts are sampled; above "
-            "temperature 0 more of them are kept, and replies are other draws of the same law)."
-        ),
-    ] = "match",
+    accept: AcceptOption = "match",
     limit: Annotated[int | None, typer.Option(help="At most so many prompts a task.")] = None,
     max_new_tokens: TokensOption = 256,
     dtype: DtypeOption = "auto",

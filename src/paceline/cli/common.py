@@ -11,13 +11,23 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from paceline.pipeline import Pipeline
 
 TargetOption = Annotated[str, typer.Option(help="Folder, hub id, GGUF file, or smollm2.")]
 DrafterOption = Annotated[
     str, typer.Option(help="Packaged name, DFlash folder, ngram, model:NAME, none or default.")
+]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(help="In place of --drafter: a method of `bench`, such as dflash+xpress:3."),
+]
+AcceptOption = Annotated[
+    str, typer.Option(help="match, or rejection: drafts are sampled, more of them kept above T 0.")
 ]
 DtypeOption = Annotated[
     str, typer.Option(help="bf16, fp16, fp32; auto: bf16 if the machine has it.")
@@ -29,6 +39,25 @@ TokensOption = Annotated[int, typer.Option(min=1, help="At most this many new to
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 TopPOption = Annotated[float, typer.Option(help="Sample from the likeliest tokens of this share.")]
 SeedOption = Annotated[int | None, typer.Option(help="Same seed, same reply.")]
+
+
+def load_pipeline(
+    target: str, drafter: str, method: str | None, dtype: str, accept: str = "match"
+) -> Pipeline:
+    """What `--drafter` or `--method` name, loaded.
+
+    Raises ValueError for both at once, and whatever either name is wrong about.
+    """
+    import paceline
+
+    if method is None:
+        return paceline.load(target, drafter, dtype=dtype, accept=accept)
+    if drafter != "default":
+        raise ValueError("give --drafter or --method, not both: a method names its drafter")
+    from paceline.evaluate.methods import parse_method
+
+    found = parse_method(method)
+    return found.pipeline(paceline.load(target, None, dtype=dtype).target, accept)
 
 
 @contextmanager

@@ -48,18 +48,13 @@ def shown_reply(pipeline: Pipeline, messages: Any, params: SamplingParams) -> Tr
     return found
 
 
-def run_demo(target: str, drafter: str, dtype: str, max_new_tokens: int) -> dict[str, Any]:
+def run_demo(pipeline: Pipeline, max_new_tokens: int) -> dict[str, Any]:
     """Alternate plain and speculative decoding over the demo prompts, print a table."""
     import torch
     from rich.console import Console
     from rich.table import Table
 
-    import paceline
-
     console = Console()
-    line = f"Loading {target} ({dtype}, {torch.get_num_threads()} threads) ..."
-    console.print(line, markup=False, emoji=False)
-    pipeline = paceline.load(target, drafter, dtype=dtype)
     params = SamplingParams(max_tokens=max_new_tokens)
     traced(pipeline, [DEMO_PROMPTS[0][1]], SamplingParams(max_tokens=16))  # warm up kernels
     traced(pipeline.plain(), [DEMO_PROMPTS[0][1]], SamplingParams(max_tokens=4))
@@ -89,8 +84,6 @@ def run_demo(target: str, drafter: str, dtype: str, max_new_tokens: int) -> dict
     return {
         "speedup_vs_plain": total,
         "speedup_median": median,
-        "target": target,
-        "drafter": drafter,
         "dtype": pipeline.target.dtype_name,
         "threads": torch.get_num_threads(),
         "prompts": rows,

@@ -17,7 +17,14 @@ from paceline.recipes.papers import (
     qwen3_4b_dflash,
     qwen3_8b_dflash,
 )
-from paceline.recipes.smollm2 import smollm2_dflash, smollm2_dflash_longer
+from paceline.recipes.smollm2 import (
+    smollm2_continued,
+    smollm2_dflash,
+    smollm2_dflash_longer,
+    smollm2_length_head,
+    smollm2_markov,
+    smollm2_xpress,
+)
 from paceline.train.config import TrainConfig
 
 Recipe = Callable[..., TrainConfig]
@@ -29,6 +36,10 @@ RECIPES: dict[str, Recipe] = {
         dflash,
         smollm2_dflash,
         smollm2_dflash_longer,
+        smollm2_continued,
+        smollm2_xpress,
+        smollm2_markov,
+        smollm2_length_head,
         qwen3_4b_dflash,
         qwen3_8b_dflash,
         llama31_8b_dflash,

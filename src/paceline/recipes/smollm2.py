@@ -5,7 +5,8 @@ Does not know commands; each function returns the full frozen config.
 
 from __future__ import annotations
 
-from paceline.train.config import Phase, TrainConfig
+from paceline.api import DEFAULT_DRAFTERS, WEIGHTS
+from paceline.train.config import LengthHead, Phase, Refiner, TrainConfig
 
 
 def smollm2_dflash(data: tuple[str, ...], run_dir: str = "runs/smollm2-dflash") -> TrainConfig:
@@ -60,4 +61,48 @@ def smollm2_dflash_full_vocab(
         phases=(Phase(share=1.0, block_size=8, anchors_per_row=12),),
         lr=5e-4,
         steps=600,
+    )
+
+
+def smollm2_continued(
+    data: tuple[str, ...], run_dir: str = "runs/smollm2-continued"
+) -> TrainConfig:
+    """Goes on with the packaged drafter: the yardstick for every stage that is trained behind it.
+
+    Set ``init_from`` to continue another drafter.
+    """
+    return smollm2_dflash_longer(data, run_dir).replace(
+        init_from=str(WEIGHTS / DEFAULT_DRAFTERS["smollm2"]),
+        phases=(
+            Phase(share=0.6, block_size=8, anchors_per_row=16, words=8192),
+            Phase(share=0.4, block_size=8, anchors_per_row=16),
+        ),
+        lr=1e-3,
+        steps=7000,
+    )
+
+
+def smollm2_xpress(data: tuple[str, ...], run_dir: str = "runs/smollm2-xpress") -> TrainConfig:
+    """The packaged drafter with an xPress refiner, trained together on the continued run's budget."""
+    return smollm2_continued(data, run_dir).replace(refiner=Refiner(kind="xpress"))
+
+
+def smollm2_markov(data: tuple[str, ...], run_dir: str = "runs/smollm2-markov") -> TrainConfig:
+    """The packaged drafter with a Markov head, on the same budget: the refiner's baseline."""
+    refiner = Refiner(kind="markov", free_sweeps=0)
+    return smollm2_continued(data, run_dir).replace(refiner=refiner)
+
+
+def smollm2_length_head(
+    data: tuple[str, ...], run_dir: str = "runs/smollm2-length-head"
+) -> TrainConfig:
+    """AdaFlash's length head behind the packaged drafter, which stays as it is.
+
+    Anchors anywhere in the reply, against the whole draft vocabulary: labels are what would be accepted.
+    """
+    return smollm2_continued(data, run_dir).replace(
+        length_head=LengthHead(alone=True),
+        phases=(Phase(share=1.0, block_size=8, anchors_per_row=32),),
+        lr=2e-3,
+        steps=1000,
     )
