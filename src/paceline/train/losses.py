@@ -113,7 +113,7 @@ def refined_head_loss(
     weights_T: Tensor,
     shares: Sequence[float],
     rule: Rule,
-    chunk: int = 512,
+    chunk: int = 128,
 ) -> Tensor:
     """Weighted sum of a rule's losses of base logits and of P refined ones, fp32 scalar.
 
@@ -157,9 +157,10 @@ def distance_rule(teacher_TD: Tensor, head_VD: Tensor, kind: str) -> Rule:
             each = (p * (p / q.clamp_min(1e-37)).clamp_min(1e-37).log()).float().sum(-1)
             return each, q - p
         d = q - p
-        each = d.abs().float().sum(-1) / 2
-        sign = d.sign_() / 2
-        return each, q * (sign - (q * sign).float().sum(-1, keepdim=True).to(q.dtype))
+        each = d.abs().sum(-1, dtype=torch.float32) / 2
+        sign = d.sign_()
+        mean = (q * sign).sum(-1, keepdim=True, dtype=torch.float32).to(q.dtype)
+        return each, sign.sub_(mean).mul_(q).mul_(0.5)
 
     return rule
 
