@@ -5,13 +5,20 @@ Does not know engines.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.drafters.dflash import draft_to_target, load_dflash
+from paceline.drafters.dflash import (
+    DFlashModule,
+    draft_to_target,
+    init_random,
+    load_dflash,
+    save_dflash,
+)
 from paceline.drafters.dflash_draft import DFlashDrafter
 from paceline.export.plain import export_plain
 from test_dflash_module import saved, tiny
@@ -46,3 +53,20 @@ def test_wrong_heads_and_places_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="no empty folder"):
             export_plain(source, place, torch.zeros(97, 32))
     assert not (tmp_path / "out").exists()
+
+
+def test_heads_are_left_out_of_the_plain_format(tmp_path: Path) -> None:
+    heads = {"xpress_rank": 4, "markov_rank": 4, "thresh_head_bottleneck_dim": 4}
+    config = tiny(**heads, num_jacobi_passes=2)
+    module = DFlashModule(config)
+    init_random(module, torch.Generator().manual_seed(0))
+    save_dflash(tmp_path / "d", config, module)
+    out = export_plain(tmp_path / "d", tmp_path / "out")
+    plain, bare, _ = load_dflash(out)
+    assert plain == replace(config, **dict.fromkeys(heads), num_jacobi_passes=6)
+    kept = load_dflash(tmp_path / "d")[1].state_dict()
+    assert bare.state_dict().keys() < kept.keys()
+    for name, weight in bare.state_dict().items():
+        assert torch.equal(weight, kept[name])
+    text = (out / "config.json").read_text()
+    assert "xpress" not in text and "markov" not in text and "thresh" not in text

@@ -251,6 +251,8 @@ def export(
     if config.draft_vocab_size is not None:
         head = load_target(target).head.weight
     typer.echo(f"wrote {export_plain(source, out, head)}")
+    if left := [*config.refiners, *["length"] * (config.thresh_head_bottleneck_dim is not None)]:
+        typer.echo(f"left out, for the plain format has no heads: {', '.join(left)}")
     engine = {
         "method": "dflash",
         "model": str(out),

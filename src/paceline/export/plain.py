@@ -5,17 +5,26 @@ Knows nothing about decoding or training.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from paceline.drafters.dflash import draft_to_target, load_dflash, save_dflash
+from paceline.drafters.dflash import DFlashModule, draft_to_target, load_dflash, save_dflash
+
+_NO_HEADS: dict[str, Any] = {
+    "markov_rank": None,
+    "xpress_rank": None,
+    "thresh_head_bottleneck_dim": None,
+}
 
 
 def export_plain(source: Path, out: Path, head_VD: torch.Tensor | None = None) -> Path:
     """Copy a drafter into a plain folder; a reduced vocabulary needs the target's head [V, D].
 
-    vLLM reads ``d2t`` only together with the matching rows of the head, so they are written too.
+    vLLM reads ``d2t`` only together with the matching rows of the head, so they are written too. Heads
+    behind the drafter are left out: the plain format has none, and engines refuse unknown tensors.
     Raises ValueError if ``out`` exists, or the head is missing or another target's.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -29,4 +38,8 @@ def export_plain(source: Path, out: Path, head_VD: torch.Tensor | None = None) -
         if head_VD is None:
             raise ValueError("a reduced draft vocabulary needs the target's head")
         rows = head_VD[draft_to_target(d2t)]
-    return save_dflash(out, config, module, d2t, lm_head=rows)
+    plain = replace(config, **_NO_HEADS)
+    bare = DFlashModule(plain).to(torch.bfloat16)
+    state = module.state_dict()
+    bare.load_state_dict({name: state[name] for name in bare.state_dict()})
+    return save_dflash(out, plain, bare, d2t, lm_head=rows)
