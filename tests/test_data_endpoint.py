@@ -21,7 +21,7 @@ from chat import THINKING, byte_tokenizer
 from paceline.data.endpoint import Client, Endpoint, EndpointError, _retry_after
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.formats import Problems, RowError, parse_row
-from paceline.data.regenerate import Settings, regenerate
+from paceline.data.regenerate import Answer, Settings, regenerate
 from paceline.data.rows import RowFile
 from paceline.data.template import Template
 
@@ -407,3 +407,16 @@ def test_a_server_that_is_not_there_is_said_at_once(serve: Any) -> None:
     with pytest.raises(EndpointError, match="nobody answers there"):
         Client(url="http://no-such-host.invalid", model="m").find()
     assert time.monotonic() - began < 5
+
+
+def test_replies_that_came_before_a_fatal_refusal_are_kept() -> None:
+    """The queue is emptied first: replies of the same moment cost minutes on a real server."""
+    template, settings = Template(tokenizer=byte_tokenizer()), Settings()
+    source = Endpoint(Client(url="http://unused", model="m"), template, settings, concurrency=3)
+    reply: Any = Answer(response_ids=[1], finish="stop", message={})
+    ask: Any = object()
+    for found in (EndpointError("wrong key"), reply, reply, EndpointError("wrong key")):
+        source._done.put((ask, found))
+    assert source.collect() == source.collect() == [(ask, reply)]
+    with pytest.raises(EndpointError, match="wrong key"):
+        source.collect()

@@ -185,6 +185,7 @@ class Endpoint:
         self._done: queue.Queue[tuple[Ask, Answer | Exception]] = queue.Queue()
         self._failures = 0  # since the last reply
         self._served = False
+        self._fatal: Exception | None = None
 
     def submit(self, ask: Ask) -> None:
         """Send one request in a thread of its own, which does not keep the process alive."""
@@ -201,12 +202,16 @@ class Endpoint:
                 f"{self._client.address}: the last {self._failures} requests failed; "
                 "run again to resume"
             )
-        ask, found = self._done.get()
+        while True:
+            if self._fatal is not None and self._done.empty():  # what was answered is kept
+                raise self._fatal
+            ask, found = self._done.get()
+            if isinstance(found, (Answer, RowError)):
+                break
+            self._fatal = found
         if isinstance(found, Answer):
             self._failures, self._served = 0, True
             return [(ask, found)]
-        if not isinstance(found, RowError):
-            raise found
         # One that answers others may refuse a stretch of rows that are too long for it.
         self._failures += found.reason == "endpoint-failed" or not self._served
         return [(ask, found)]
