@@ -6,7 +6,7 @@ Knows nothing about drafter architectures, sampling formulas or text; it only pa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,10 @@ class Scorer(Protocol):
 
     def score(self, draft: Draft, rows: Sequence[Row], cache: Any, taps: Sequence[int]) -> Any:
         """Logits of every row's root and draft nodes, and the tapped states of all nodes."""
+
+
+Watch = Callable[[Sequence[Row], Draft, Any, Verdict], None]
+"""`watch(rows, draft, scored, verdict)` sees a round before it is committed; it must change nothing."""
 
 
 @dataclass(slots=True)
@@ -60,6 +64,7 @@ class Session:
     slots: int = 1
     rows: list[Row] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         self.cache = self.target.new_cache(self.slots)
@@ -90,6 +95,8 @@ class Session:
         verified = time.perf_counter()
         verdict = self.accept(draft, warp(scored.logits_TV, draft, rows), rows)
         accepted = time.perf_counter()
+        if self.watch is not None:
+            self.watch(rows, draft, scored, verdict)
         committed = self._commit(rows, draft, verdict, scored)
         self.seconds.draft += drafted - began
         self.seconds.refine += refined - drafted
