@@ -19,7 +19,7 @@ from paceline.train.losses import frozen_head_loss
 from paceline.train.policy_losses import (
     Clipped,
     TokenStream,
-    accept_reject_rule,
+    directed_rule,
     adaflash_rule,
     tokens_rule,
 )
@@ -114,7 +114,7 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
 @pytest.mark.parametrize("chunk", [3, 512])
 def test_draft_opd_equals_autograd(given: dict[str, Tensor], chunk: int) -> None:
     rejected = torch.arange(T) % 3 == 0
-    rule = accept_reject_rule(given["teacher"], given["head"], rejected)
+    rule = directed_rule(given["teacher"], given["head"], rejected)
     loss = frozen_head_loss(given["states"], given["head"], given["weights"], rule, chunk)
     p = (given["teacher"] @ given["head"].T).softmax(-1)
     q = (given["states"] @ given["head"].T).softmax(-1)
@@ -161,7 +161,7 @@ def test_bf16_losses_stay_finite_where_probabilities_underflow() -> None:
     head, teacher = torch.eye(2).bfloat16(), torch.tensor([[0.0, 90.0], [0.0, 90.0]]).bfloat16()
     both = torch.ones(2, dtype=torch.bool)
     ids, said = torch.tensor([1, 0]), torch.tensor([-1e-5, -90.0])
-    rules = [accept_reject_rule(teacher, head, flag) for flag in (both, ~both)]
+    rules = [directed_rule(teacher, head, flag) for flag in (both, ~both)]
     for mode in ("none", "repo", "vocab_entry"):
         how: dict[str, Any] = {"alpha": 0.8, "temperature": 2.0, "clip": 0.01, "clip_mode": mode}
         counted = {"weight_sum": 2.0, "counted_T": both, "clipped": Clipped()}

@@ -105,7 +105,7 @@ def test_ids_are_written_in_order_each_once(tmp_path: Path) -> None:
             writer.write([record(i) for i in (0, 2, 1)])
         with pytest.raises(ValueError, match="another process writes"):
             RecordWriter(tmp_path, ORIGIN)
-    RecordWriter(tmp_path, ORIGIN).__exit__(None, None, None)
+    RecordWriter(tmp_path, ORIGIN).close()
 
 
 def test_only_shards_below_the_checkpoint_are_deleted(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def launch(config: TrainConfig, folder: Path, ranks: int = 0) -> subprocess.Pope
     """`paceline`'s fit in processes of its own, by torchrun if there are several."""
     script = folder.parent / f"{folder.name}.py"
     script.write_text(
-        "from paceline.train.config import Phase, TrainConfig\n"
+        "from paceline.train.config import Distil, Phase, TrainConfig\n"
         "from paceline.train.fit import fit\n"
         f"print(fit({config.replace(run_dir=str(folder))!r}).finished)\n"
     )
@@ -339,14 +339,14 @@ def test_the_teacher_of_a_draft_is_the_targets_state_one_token_before(
     setup: TrainConfig, tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import paceline.train.fit as module
-    from paceline.train import objectives
+    from paceline.train import policy
     from paceline.train.capture import load_frozen
 
     model = load_frozen(setup.target, torch.float32)
     checked = 0
 
     def watch(config: Any, trainee: Any, rows: Any, blocks: Any, head: Any, given: Any) -> Any:
-        real = objectives.distance_rule
+        real = policy.distance_rule
 
         def look(teacher: Any, head: Any, kind: str) -> Any:
             nonlocal checked

@@ -16,7 +16,7 @@ from paceline.train.config import Phase, TrainConfig
 from paceline.train.corpus import Row
 from paceline.train.features import FeatureRow
 from paceline.train.fit import train_step
-from paceline.train.order import Order
+from paceline.train.sources import CorpusSource
 from paceline.train.trainee import Trainee, make_trainee
 from tiny import tiny_model
 
@@ -56,7 +56,9 @@ def target() -> Any:
 def made(target: Any, words: int | None, draft_vocab_size: int | None) -> tuple[Any, ...]:
     torch.manual_seed(0)
     config, rows = config_with(words, draft_vocab_size), [row()]
-    return config, make_trainee(config, target, rows, torch.float32), Order(rows, 1, 0)
+    trainee = make_trainee(config, target, rows, torch.float32)
+    source = CorpusSource(config, rows, trainee.shape.max_position_embeddings)
+    return config, trainee, source
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 25])
@@ -85,8 +87,8 @@ def test_a_phase_sees_the_heads_rows_of_its_words_and_no_other_label(
 def test_as_many_words_as_there_are_change_nothing_and_fewer_do(target: Any) -> None:
     found = {}
     for words in (None, 25, 10):
-        config, trainee, order = made(target, words, 25)
-        found[words] = train_step(config, trainee, order, 0)
+        config, trainee, source = made(target, words, 25)
+        found[words] = train_step(config, trainee, source, 0)
         assert trainee.shape.draft_vocab_size == 25 and trainee.d2t is not None
         assert len(trainee.d2t) == 25, "what is exported does not depend on the phase"
     assert found[None] == found[25]

@@ -73,6 +73,8 @@ def origin(config: TrainConfig, target: Any, corpora: Sequence[Corpus]) -> Origi
         settings.pop(name)
     for name in ("target", "init_from"):
         settings[name] = _name(settings[name])
+    if settings["on_policy"]:
+        settings["on_policy"]["replay_from"] = _name(settings["on_policy"]["replay_from"])
     return Origin(
         settings=settings,
         data=[

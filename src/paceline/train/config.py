@@ -6,14 +6,13 @@ Does not know how training works; recipes return it and `fit` reads it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-import math
-import types
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from paceline.train.checks import check_names, check_types
+from paceline.train.policy_config import Distil, OnPolicy
 
 _AT_LEAST_ONE = (
     "steps",
@@ -43,7 +42,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 _CHOICES = {
     "compute": ("auto", "bf16", "fp32"),
     "parallel": ("ddp", "fsdp"),
-    "loss": ("ce", "kl", "tv"),
+    "loss": ("ce", "kl", "tv", "adaflash", "draft_opd", "draft_opd_code"),
 }
 
 
@@ -61,7 +60,7 @@ class Phase:
     words: int | None = None
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         if self.block_size < 2 or self.anchors_per_row < 1 or self.share <= 0:
             raise ValueError(
                 "a phase needs block_size >= 2 (anchor included), anchors_per_row >= 1, share > 0"
@@ -91,7 +90,7 @@ class Refiner:
     tv: float = 0.5
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         if self.kind not in ("xpress", "markov"):
             raise ValueError(f"refiner kind {self.kind!r} is not xpress or markov")
         if min(self.rank, self.mlp_ratio, self.passes) < 1 or self.free_sweeps < 0:
@@ -113,7 +112,7 @@ class LengthHead:
     alone: bool = False
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         if self.bottleneck < 1:
             raise ValueError("a length head's bottleneck is at least 1")
 
@@ -127,8 +126,9 @@ class TrainConfig:
     start at random. ``draft_vocab_size`` None trains the full vocabulary. ``init_from`` is a drafter
     folder to start from instead. ``loss`` is ce, the cross-entropy of the text; or kl or tv,
     distances to the target's distribution (`distance_rule`), for which the target's layers behind the
-    last tap run once more. ``refiner`` and ``length_head`` add heads; ``head_lr`` is theirs if it is
-    not ``lr``.
+    last tap run once more; or adaflash, draft_opd or draft_opd_code, with the settings in ``distil``.
+    ``on_policy`` takes rows from rollouts of this drafter, of the prompts in ``data``. ``refiner`` and
+    ``length_head`` add heads; ``head_lr`` is theirs if it is not ``lr``.
 
     ``rows_per_step`` rows make one optimiser step, however many processes share them and into
     however many ``micro_batches`` each process divides its own. ``compute`` is what products are
@@ -167,6 +167,8 @@ class TrainConfig:
     clip: float = 1.0
     gamma: float = 3.0
     loss: str = "ce"
+    distil: Distil = Distil()
+    on_policy: OnPolicy | None = None
     seed: int = 0
     max_tokens: int = 704
     min_reply: int = 4
@@ -179,7 +181,7 @@ class TrainConfig:
     checkpoint_seconds: float = 180.0
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
@@ -215,8 +217,26 @@ class TrainConfig:
             raise ValueError("a refiner has a loss of its own (its tv): leave loss at ce")
         if self.length_head is not None and self.length_head.alone and self.init_from is None:
             raise ValueError("a length head alone needs a drafter to start from: set init_from")
+        self._check_policy()
         if not self.data:
             raise ValueError("name at least one corpus file (--data)")
+
+    def _check_policy(self) -> None:
+        policy, judged = self.on_policy, self.loss.startswith("draft_opd")
+        if judged and (policy is None or policy.anchors == "drawn"):
+            raise ValueError(
+                f"loss {self.loss} looks at drafts that the target judged: set on_policy with anchors "
+                "recorded (or shuffled, the ablation)"
+            )
+        if policy is None:
+            return
+        if policy.source == "rollout" and self.rows_per_step > policy.records_per_shard:
+            raise ValueError(
+                f"on_policy: records_per_shard is {policy.records_per_shard}, but a step takes "
+                f"rows_per_step={self.rows_per_step}"
+            )
+        if policy.anchors != "drawn" and any(p.block_size != self.block_size for p in self.phases):
+            raise ValueError("recorded rounds have one block size: give every phase block_size")
 
     @property
     def draft_layers(self) -> int:
@@ -225,8 +245,9 @@ class TrainConfig:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the loss looks at the target's distribution, not only at the text."""
-        return self.loss != "ce" or (self.refiner is not None and self.refiner.tv > 0)
+        """Whether the loss looks at the target's distribution along the text."""
+        known = self.loss in ("kl", "tv", "adaflash")
+        return known or (self.refiner is not None and self.refiner.tv > 0)
 
     @property
     def heads_only(self) -> bool:
@@ -235,7 +256,7 @@ class TrainConfig:
 
     def replace(self, **changes: Any) -> TrainConfig:
         """A copy with some fields changed; ValueError names an unknown key's nearest field."""
-        _check_names(changes, TrainConfig, "setting")
+        check_names(changes, TrainConfig, "setting")
         return dataclasses.replace(self, **changes)
 
     def phase_at(self, step: int) -> Phase:
@@ -251,8 +272,8 @@ class TrainConfig:
 def parse_settings(pairs: list[str]) -> Mapping[str, Any]:
     """``key=value`` pairs from a command line; values are JSON, or text if they are not.
 
-    ``phases`` is a list of objects with the fields of ``Phase``; ``refiner`` and ``length_head`` are
-    objects with the fields of ``Refiner`` and ``LengthHead``.
+    ``phases`` is a list of objects with the fields of ``Phase``; ``refiner``, ``length_head``,
+    ``distil`` and ``on_policy`` are objects with the fields of those classes.
     """
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -273,20 +294,31 @@ def parse_settings(pairs: list[str]) -> Mapping[str, Any]:
     return found
 
 
-_OBJECTS: dict[str, type] = {"refiner": Refiner, "length_head": LengthHead}
+_OBJECTS: dict[str, type] = {
+    "refiner": Refiner,
+    "length_head": LengthHead,
+    "distil": Distil,
+    "on_policy": OnPolicy,
+}
 
 
 def _object(key: str, value: Any) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{key} must be a JSON object, such as {key}={json.dumps(_EXAMPLE[key])}")
-    _check_names(value, _OBJECTS[key], f"key of {key}")
+    check_names(value, _OBJECTS[key], f"key of {key}")
+    value = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items()}
     try:
         return _OBJECTS[key](**value)
     except TypeError as error:
         raise ValueError(f"{key}: {error}") from None
 
 
-_EXAMPLE = {"refiner": {"kind": "xpress"}, "length_head": {"bottleneck": 64}}
+_EXAMPLE = {
+    "refiner": {"kind": "xpress"},
+    "length_head": {"bottleneck": 64},
+    "distil": {"alpha": 0.8},
+    "on_policy": {"source": "rollout"},
+}
 
 
 def _phases(value: Any) -> list[Phase]:
@@ -296,41 +328,7 @@ def _phases(value: Any) -> list[Phase]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ValueError(f"phases must be a JSON list of objects with {', '.join(names)}")
     for item in value:
-        _check_names(item, Phase, "key of phases")
+        check_names(item, Phase, "key of phases")
         if missing := [name for name in names if name not in item]:
             raise ValueError(f"phases: an object lacks {', '.join(missing)}")
     return [Phase(**item) for item in value]
-
-
-def _check_names(given: Mapping[str, Any], kind: type, what: str) -> None:
-    known = [field.name for field in dataclasses.fields(kind)]
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ValueError(f"unknown {what} {key!r}; {hint}")
-
-
-def _check_types(config: Any) -> None:
-    """ValueError naming the first field whose value is not of the declared type."""
-    for name, kind in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if not _fits(value, kind):
-            wanted = type(config).__dataclass_fields__[name].type
-            hint = f"; write {name}=[1,8]" if "tuple[int" in str(wanted) else ""
-            raise ValueError(f"{name} is {value!r}, which is not {wanted}{hint}")
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    parts: tuple[Any, ...] = typing.get_args(kind)
-    if typing.get_origin(kind) is types.UnionType:
-        return any(_fits(value, part) for part in parts)
-    if typing.get_origin(kind) is tuple:
-        if type(value) is not tuple:
-            return False
-        if parts[-1] is Ellipsis:
-            parts = parts[:1] * len(value)
-        return len(parts) == len(value) and all(map(_fits, value, parts))
-    if kind is float:  # whole numbers are fine; NaN and infinity are not; True is no number
-        return type(value) in (int, float) and math.isfinite(value)
-    return type(value) is kind

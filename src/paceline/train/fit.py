@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from paceline.target import parse_dtype
-from paceline.train.blocks import draw, make_blocks
 from paceline.train.checkpoint import Origin, export, load_checkpoint, origin, save_checkpoint
 from paceline.train.config import TrainConfig
 from paceline.train.corpus import Corpus, check_corpus, read_corpus, reasons
@@ -35,11 +34,12 @@ from paceline.train.features import (
     plan_cache,
 )
 from paceline.train.logs import Progress, RunLog, Say
-from paceline.train.losses import position_weights
 from paceline.train.objectives import batch_loss
-from paceline.train.order import Order
+from paceline.train.on_policy import make_source
+from paceline.train.policy import supervise
 from paceline.train.ranks import Ranks, join_processes, only_run
 from paceline.train.served import Served, served_estimate
+from paceline.train.sources import Source, Stopped
 from paceline.train.start import check_start, drafter_shape
 from paceline.train.trainee import Trainee, make_trainee
 
@@ -62,47 +62,39 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, config.steps - warm)))
 
 
-def train_step(config: TrainConfig, trainee: Trainee, order: Order, step: int) -> dict[str, float]:
-    """One optimiser step; returns loss, gradient norm, learning rate, blocks and positions.
+def train_step(
+    config: TrainConfig, trainee: Trainee, source: Source, step: int
+) -> dict[str, float]:
+    """One optimiser step; returns loss, gradient norm, learning rate, blocks, positions and counts.
 
-    Every process draws the anchors of all rows, so each knows the weight of the whole step, and
-    computes its own rows' part of the loss.
+    Every process gets the blocks of all rows, so each knows the weight of the whole step, and
+    computes its own rows' part of the loss. Raises `Stopped` when the source does.
     """
-    phase, batch = config.phase_at(step), order.batch(step)
-    seeds = [(config.seed, step, r) for r in range(len(batch))]
-    blocks = make_blocks(
-        [item.row for item in batch],
-        anchors=phase.anchors_per_row,
-        block_size=phase.block_size,
-        choose=draw(phase.anchors_per_row, seeds),
-        limit=trainee.shape.max_position_embeddings,
-    )
-    head = trainee.head_of(phase.words)
-    labels = head.labels(blocks)
-    weights = position_weights(labels, config.gamma) * blocks.keep_RA[..., None]
-    weights = weights / weights.sum().clamp_min(1e-9)
-    mine = _parts(len(batch), config.micro_batches, trainee.ranks)
+    batch, head = source.batch(step), trainee.head_of(config.phase_at(step).words)
+    rows, blocks = batch.rows, batch.blocks
+    supervised = supervise(config, head, blocks, batch.rounds)
+    mine = _parts(len(rows), config.micro_batches, trainee.ranks)
     loss = 0.0
     for at, part in enumerate(mine):
-        mask = torch.zeros(len(batch), 1, 1)
-        mask[part] = 1.0
         chosen = part or [0]  # a process without rows goes along with a part of no weight
-        part_weights = (weights * mask)[chosen]
-        here, items = blocks.take(chosen), [batch[r] for r in chosen]
+        here, items = blocks.take(chosen), [rows[r] for r in chosen]
+        given = supervised.take(chosen, weigh=bool(part))
         with trainee.micro_batch(last=at == len(mine) - 1):
-            supervised = labels[chosen], part_weights
-            part_loss = batch_loss(config, trainee, items, here, head, supervised)
+            part_loss = batch_loss(config, trainee, items, here, head, given)
             # Processes average their gradients; the parts are to be summed.
             (part_loss * trainee.ranks.world).backward()
         loss += float(part_loss.detach())
     norm = _optimise(config, trainee, step)
-    return {
+    figures: dict[str, float] = {
         "loss": loss,
         "grad_norm": norm,
         "lr": learning_rate(config, step),
         "blocks": int(blocks.keep_RA.sum()),
-        "positions": int((labels >= 0).sum()),
+        "positions": int((supervised.total_RAk > 0).sum()),
     }
+    if supervised.clipped.total:
+        figures["clip_ratio"] = supervised.clipped.ratio
+    return figures | dict(batch.counts)
 
 
 def _parts(rows: int, micro_batches: int, ranks: Ranks) -> list[list[int]]:
@@ -239,7 +231,14 @@ def fit(
         if first:
             log.say(f"resuming behind step {first}")
         watched = _Run(config=config, trainee=trainee, held=held, made=made, log=log, run=run)
-        finished = watched.steps(Order(train, config.rows_per_step, config.seed), first)
+        finished = False
+        with _noted_signals() as signals:
+            how: Any = {"made": made, "log": log, "stopped": lambda: bool(signals)}
+            source = make_source(config, trainee, train, target, **how)
+            try:
+                finished = watched.steps(source, first, signals)
+            finally:
+                source.close(finished=finished)
         log.close()
         if finished:
             log.say(f"drafter in {run / 'drafter'}")
@@ -257,37 +256,47 @@ class _Run:
     log: RunLog
     run: Path
 
-    def steps(self, train: Order, first: int) -> bool:
+    def steps(self, source: Source, first: int, signals: Sequence[int]) -> bool:
         """Train from step ``first``; False when a signal ended it before the last step."""
         config, ranks, totals = self.config, self.trainee.ranks, self.trainee.totals
         saved = before = time.monotonic()
         at_start = dict(totals)
-        with _noted_signals() as signals:
-            for step in range(first, config.steps):
-                figures = train_step(config, self.trainee, train, step)
-                now = time.monotonic()
-                figures["seconds"], before = now - before, now
-                for name in totals:
-                    totals[name] += figures.pop(name)
-                done, last = step + 1, step + 1 == config.steps
-                late = now - saved > config.checkpoint_seconds
-                # What one process notices, all do behind the same step.
-                loss, stop, save = ranks.sum(figures["loss"], len(signals), late)
-                if done % _LOG_EVERY == 0 or last:
-                    new = {name: totals[name] - at_start[name] for name in totals}
-                    rate = round(new["positions"] / max(new["seconds"], 1e-9))
-                    self._tell(done, figures | {"loss": loss, "positions_per_second": rate})
-                if done % config.eval_every == 0 or last:
-                    self._evaluate(done)
-                if save or stop or last:
-                    save_checkpoint(self.run / "checkpoint.pt", self.trainee, done, self.made)
-                    saved = time.monotonic()
-                if stop and not last:
-                    self.log.say(f"stopped behind step {done}, saved; run again to resume")
-                    return False
+        for step in range(first, config.steps):
+            try:
+                figures = train_step(config, self.trainee, source, step)
+            except Stopped:
+                return self._stop(source, step)
+            now = time.monotonic()
+            figures["seconds"], before = now - before, now
+            for name in totals:
+                totals[name] += figures.pop(name)
+            done, last = step + 1, step + 1 == config.steps
+            late = now - saved > config.checkpoint_seconds
+            # What one process notices, all do behind the same step.
+            loss, stop, save = ranks.sum(figures["loss"], len(signals), late)
+            if done % _LOG_EVERY == 0 or last:
+                new = {name: totals[name] - at_start[name] for name in totals}
+                rate = round(new["positions"] / max(new["seconds"], 1e-9))
+                self._tell(done, figures | {"loss": loss, "positions_per_second": rate})
+            if done % config.eval_every == 0 or last:
+                self._evaluate(done)
+            if stop and not last:
+                return self._stop(source, done)
+            if save or last:
+                self._save(source, done)
+                saved = time.monotonic()
         if not (self.run / "drafter").exists():  # finished before, and deleted since
             self._evaluate(config.steps)
         return True
+
+    def _save(self, source: Source, done: int) -> None:
+        save_checkpoint(self.run / "checkpoint.pt", self.trainee, done, self.made)
+        source.saved()
+
+    def _stop(self, source: Source, done: int) -> bool:
+        self._save(source, done)
+        self.log.say(f"stopped behind step {done}, saved; run again to resume")
+        return False
 
     def _tell(self, done: int, figures: dict[str, float]) -> None:
         self.log.write(done, figures | self._totals())

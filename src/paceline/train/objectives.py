@@ -20,15 +20,8 @@ from paceline.drafters.dflash import DFlashModule
 from paceline.train.blocks import Blocks
 from paceline.train.config import Refiner, TrainConfig
 from paceline.train.features import FeatureRow
-from paceline.train.losses import (
-    Rule,
-    ce_rule,
-    distance_rule,
-    frozen_head_loss,
-    leading_run,
-    mixed_rule,
-    refined_head_loss,
-)
+from paceline.train.losses import Rule, frozen_head_loss, leading_run, refined_head_loss
+from paceline.train.policy import Supervised, judged_teacher, make_rule
 from paceline.train.trainee import Head, Trainee
 
 
@@ -38,15 +31,14 @@ def batch_loss(
     rows: Sequence[FeatureRow],
     blocks: Blocks,
     head: Head,
-    supervised: tuple[Tensor, Tensor],
+    supervised: Supervised,
 ) -> Tensor:
-    """The weighted loss of some rows' blocks, fp32 scalar.
-
-    ``supervised`` are labels as rows of ``head`` and weights, both [R, A, k].
-    """
+    """The weighted loss of some rows' blocks, fp32 scalar; ``supervised`` is of the same rows."""
     device = trainee.ranks.device
-    labels, weights = (part.flatten().to(device) for part in supervised)
     features, teacher = trainee.inputs(rows, blocks, config.needs_teacher)
+    if config.loss == "draft_opd":
+        assert supervised.rounds is not None
+        teacher = judged_teacher(trainee, rows, blocks, supervised.rounds)
     prev = previous_ids(rows, blocks).to(device)
 
     def finish(states_nbD: Tensor, drafter: DFlashModule) -> Tensor:
@@ -55,29 +47,21 @@ def batch_loss(
         loss = drafts.new_zeros((), dtype=torch.float32)
         refined = None if config.refiner is None else refiner_of(drafter, config.refiner.kind)
         if not config.heads_only:
-            rule = _rule(config, labels, head, teacher)
+            rule, weights = make_rule(config, supervised, head, teacher)
             if refined is None:
                 loss = frozen_head_loss(drafts, head.rows_VD, weights, rule)
             else:
                 assert config.refiner is not None
                 loss = _refined_loss(config.refiner, refined, states_nbD, head, prev, weights, rule)
         if config.length_head is not None:
-            right = best_drafts(states_nbD, head, prev, refined) == labels.view(len(states_nbD), -1)
-            weight = weights.view(len(states_nbD), -1)[:, 0].gt(0).float()
+            labels = supervised.labels_RAk.flatten(0, 1).to(device)
+            right = best_drafts(states_nbD, head, prev, refined) == labels
+            weight = supervised.total_RAk.flatten(0, 1)[:, 0].to(device).gt(0).float()
             loss = loss + _length_loss(drafter, states_nbD, leading_run(right), weight)
         return loss
 
     loss: Tensor = trainee.model(blocks, features, finish)
     return loss
-
-
-def _rule(config: TrainConfig, labels_T: Tensor, head: Head, teacher_TD: Tensor | None) -> Rule:
-    if config.refiner is not None and teacher_TD is not None:
-        distance = distance_rule(teacher_TD, head.rows_VD, "tv")
-        return mixed_rule(ce_rule(labels_T), distance, config.refiner.tv)
-    if teacher_TD is not None:
-        return distance_rule(teacher_TD, head.rows_VD, config.loss)
-    return ce_rule(labels_T)
 
 
 def previous_ids(rows: Sequence[FeatureRow], blocks: Blocks) -> Tensor:

@@ -95,10 +95,10 @@ def adaflash_rule(
     return rule
 
 
-def accept_reject_rule(teacher_TD: Tensor, head_VD: Tensor, rejected_T: Tensor) -> Rule:
-    """KL(p || q) where a draft was accepted, KL(q || p) where ``rejected_T`` says it was not.
+def directed_rule(teacher_TD: Tensor, head_VD: Tensor, reverse_T: Tensor) -> Rule:
+    """KL(p || q), and KL(q || p) where ``reverse_T`` (bool) says so.
 
-    ``teacher_TD`` must have seen what the draft stood behind: in a rejected suffix, the drafts before it.
+    ``teacher_TD`` must have seen what a draft stood behind: in a rejected suffix, the drafts before it.
     """
 
     def rule(part: slice, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,8 +107,8 @@ def accept_reject_rule(teacher_TD: Tensor, head_VD: Tensor, rejected_T: Tensor) 
         ratio = law.clamp_min(_TINY).log() - log_p
         forward = -(p * ratio).sum(-1)
         reverse = (law * ratio).sum(-1)
-        slope = torch.where(rejected_T[part, None], law * (ratio - reverse[:, None]), law.sub(p))
-        return torch.where(rejected_T[part], reverse, forward), slope.to(q.dtype)
+        slope = torch.where(reverse_T[part, None], law * (ratio - reverse[:, None]), law.sub(p))
+        return torch.where(reverse_T[part], reverse, forward), slope.to(q.dtype)
 
     return rule
 

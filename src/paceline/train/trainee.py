@@ -24,6 +24,7 @@ from paceline.drafters.dflash import (
     offsets_of,
     vocabulary_fingerprint,
 )
+from paceline.target import Target
 from paceline.train.blocks import Blocks, block_states
 from paceline.train.capture import LastStates
 from paceline.train.config import TrainConfig
@@ -124,6 +125,7 @@ class Trainee:
         default_factory=lambda: dict.fromkeys(("blocks", "positions", "seconds"), 0.0)
     )
     last: LastStates | None = None  # the target behind its last tap, if a distribution is taught
+    frozen: Target | None = None  # the target, if it judges drafts again
     _short: Head | None = field(default=None, init=False, repr=False)
     _words: int = field(default=0, init=False, repr=False)
 
@@ -214,10 +216,10 @@ def make_trainee(
     ranks = ranks or Ranks()
     named = None if tokenizer is None else vocabulary_fingerprint(tokenizer)
     shape = replace(drafter_shape(config, target.config), vocabulary_fingerprint=named)
-    last = None
-    if config.needs_teacher:
+    judges = config.loss == "draft_opd"
+    if config.needs_teacher or judges:
         check_head(target, torch.from_numpy(rows[0].row.tokens))
-        last = LastStates(target, max(config.taps))
+    last = LastStates(target, max(config.taps)) if config.needs_teacher else None
     rms = feature_scales(rows[:256])
     if not rms.isfinite().all():
         raise ValueError("the target's tapped states hold NaN or infinity; try compute=fp32")
@@ -253,6 +255,7 @@ def make_trainee(
             ids_V=(torch.arange(len(head)) if vocabulary is None else vocabulary).to(ranks.device),
         ),
         last=last,
+        frozen=Target(target) if judges else None,
         vocabulary=vocabulary,
         counts=counts,
         ranks=ranks,
