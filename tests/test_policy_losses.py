@@ -19,8 +19,8 @@ from paceline.train.losses import frozen_head_loss
 from paceline.train.policy_losses import (
     Clipped,
     TokenStream,
-    directed_rule,
     adaflash_rule,
+    directed_rule,
     tokens_rule,
 )
 from paceline.train.records import Judged, Record

@@ -364,7 +364,7 @@ def test_the_teacher_of_a_draft_is_the_targets_state_one_token_before(
             return real(teacher, head, kind)
 
         with monkeypatch.context() as patch:
-            patch.setattr(objectives, "distance_rule", look)
+            patch.setattr(policy, "distance_rule", look)
             return inner(config, trainee, rows, blocks, head, given)
 
     inner = module.batch_loss
