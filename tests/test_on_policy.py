@@ -24,7 +24,7 @@ from paceline.target import Target
 from paceline.train import on_policy, policy
 from paceline.train.capture import load_frozen, target_fingerprint
 from paceline.train.config import Distil, OnPolicy, Phase, TrainConfig, parse_settings
-from paceline.train.fit import fit, read_rows
+from paceline.train.fit import fit
 from paceline.train.on_policy import record_origin, records_folder, serve_rollouts, versions_folder
 from paceline.train.policy import judged_teacher, supervise
 from paceline.train.records import RecordReader
@@ -32,6 +32,7 @@ from paceline.train.rounds import recorded_blocks
 from paceline.train.sources import RolloutSource
 from paceline.train.trainee import Head, row_of
 from paceline.train.versions import Versions
+from paceline.train.worker import roll_out_for
 from tiny import tiny_model
 
 V, D = 97, 32
@@ -107,14 +108,17 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_each_loss_trains_on_rollouts_and_replays(
-    corpus: tuple[str, str], tmp_path: Path, loss: str
+@pytest.mark.parametrize(
+    ("loss", "compute"),
+    [(loss, "fp32") for loss in LOSSES] + [("adaflash", "bf16"), ("draft_opd", "bf16")],
+)
+def test_each_loss_trains_on_rollouts(
+    corpus: tuple[str, str], tmp_path: Path, loss: str, compute: str
 ) -> None:
     base = setting(corpus, tmp_path / "run")
     assert base.on_policy is not None
     how = replace(base.on_policy, anchors=LOSSES[loss], temperature=1.0)
-    outcome = fit(base.replace(loss=loss, on_policy=how), say=silent)
+    outcome = fit(base.replace(loss=loss, on_policy=how, compute=compute), say=silent)
     assert outcome.finished
     figures = totals(tmp_path / "run")
     assert figures["records"] == STEPS * 3 and figures["stale"] == 0 and figures["positions"] > 50
@@ -122,22 +126,16 @@ def test_each_loss_trains_on_rollouts_and_replays(
     assert all(weight.isfinite().all() for weight in module.state_dict().values())
     last = log_of(tmp_path / "run")[-2]
     assert ("clip_ratio" in last) == (loss == "adaflash")
-    # What a checkpoint covers is deleted; a copy of a shard that is left can be replayed.
-    left = sorted(path.name for path in records_folder(tmp_path / "run").glob("shard-*"))
-    assert left == [] or left == ["shard-000009.safetensors"]
+    assert not list(records_folder(tmp_path / "run").glob("shard-*")), "covered by the checkpoint"
     assert len(list(versions_folder(tmp_path / "run").glob("v*"))) == 3
 
 
-def keep_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecordReader, "delete", lambda self, below: None)
-
-
 def test_replay_lowers_the_loss_of_what_was_recorded(
-    corpus: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: tuple[str, str], tmp_path: Path
 ) -> None:
-    with monkeypatch.context() as patch:
-        keep_records(patch)
-        fit(setting(corpus, tmp_path / "first", steps=4), say=silent)
+    base = setting(corpus, tmp_path / "first", steps=4)
+    assert base.on_policy is not None
+    fit(base.replace(on_policy=replace(base.on_policy, keep_records=True)), say=silent)
     records = str(records_folder(tmp_path / "first"))
     for loss, anchors in (("draft_opd", "recorded"), ("draft_opd", "shuffled"), ("ce", "drawn")):
         how = OnPolicy(source="replay", replay_from=records, anchors=anchors)
@@ -369,10 +367,7 @@ def train_process(config: TrainConfig) -> None:
 
 def rollout_process(config: TrainConfig) -> None:
     torch.set_num_threads(1)
-    model = load_frozen(config.target, torch.float32)
-    fingerprint = target_fingerprint(model)
-    rows = [row for part in read_rows(config) for row in part.rows]
-    serve_rollouts(config, Target(model), fingerprint, rows)
+    roll_out_for(config, say=silent)
 
 
 def test_no_record_is_lost_or_trained_twice_whoever_is_killed(
@@ -394,7 +389,7 @@ def test_no_record_is_lost_or_trained_twice_whoever_is_killed(
     config = config.replace(on_policy=how, loss="draft_opd_code")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["paceline.train.fit", "transformers.models.llama", "test_on_policy"]
+        ["paceline.train.worker", "transformers.models.llama", "test_on_policy"]
     )
 
     def start(work: Callable[[TrainConfig], None]) -> Any:

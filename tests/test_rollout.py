@@ -5,6 +5,7 @@ Does not know losses or training.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,15 @@ from paceline.drafters.dflash_draft import DFlashDrafter
 from paceline.pipeline import Pipeline
 from paceline.target import Target
 from paceline.train.corpus import Row
-from paceline.train.records import Record
-from paceline.train.rollout import Job, Prompts, Roller, roll_out
+from paceline.train.records import Origin, Record, RecordReader, RecordWriter
+from paceline.train.rollout import (
+    Job,
+    Prompts,
+    Roller,
+    roll_out,
+    roll_out_forever,
+    write_rollouts,
+)
 from tiny import tiny_target
 
 PROMPTS = [[3, 4, 5], [9, 9, 1, 9, 9, 1, 9], list(range(20)), [50]]
@@ -203,6 +211,83 @@ def test_a_job_is_a_function_of_its_number() -> None:
     roller = Roller(Pipeline(target=tiny_target(), drafter=_Nothing()), slots=1)
     with pytest.raises(ValueError, match="at least 1"):
         roller.add(Job(id=0, prompt=[1], params=SamplingParams(max_tokens=0)))
+
+
+def short(number: int) -> Job:
+    params = SamplingParams(max_tokens=4 + number % 5)
+    return Job(id=number, prompt=PROMPTS[number % 4], params=params)
+
+
+ORIGIN = Origin(taps=TAPS, target="tiny", records_per_shard=2)
+
+
+def test_a_producer_stays_within_its_bound_and_takes_new_weights(
+    target: Target, tmp_path: Path
+) -> None:
+    """The reader takes one record at a time; the producer is never max_ahead ids ahead of it."""
+    pipelines = [Pipeline(target=target, drafter=dflash(target, seed)) for seed in (0, 1)]
+    reader, taken, asked, idle = RecordReader(tmp_path, ORIGIN), 0, list[int](), 0
+
+    def job(number: int) -> Job:
+        assert number < taken + 4, "four ids ahead at most"
+        asked.append(number)
+        return short(number)
+
+    def newer(than: int) -> tuple[int, Pipeline] | None:
+        version = min(1, taken // 5)
+        return (version, pipelines[version]) if version > than else None
+
+    def stopped() -> bool:
+        nonlocal taken, idle
+        if reader.available == taken + 4:
+            idle += 1
+        if taken < reader.available and (idle % 3 == 2 or reader.available < taken + 4):
+            idle += 1
+            taken += 1
+            reader.tell(taken)
+        return taken >= 12
+
+    with RecordWriter(tmp_path, ORIGIN) as writer:
+        how: dict[str, Any] = {"slots": 3, "stopped": stopped, "poll_seconds": 0.001}
+        roll_out_forever(writer, newer, job, max_ahead=4, **how)
+        with pytest.raises(ValueError, match="two shards"):
+            roll_out_forever(writer, newer, job, max_ahead=3, **how)
+        reader.tell(taken, done=True)
+        roll_out_forever(writer, newer, job, max_ahead=4, **(how | {"stopped": lambda: False}))
+    assert asked == list(range(len(asked))) and idle > 3
+    found = [reader.read(number) for number in range(reader.available)]
+    assert [record.id for record in found] == list(range(len(found))) and len(found) >= 12
+    assert {record.version for record in found} == {0, 1}
+    for record in found:
+        check_tokens(record, target)
+
+
+def check_tokens(record: Record, target: Target) -> None:
+    """Whatever the weights and however they changed, the reply is plain decoding's."""
+    job = short(record.id)
+    plain = golden(target.next_logits, list(job.prompt), job.params).token_ids
+    assert record.tokens.tolist() == [*job.prompt, *plain]
+
+
+def test_a_producer_that_died_goes_on_where_the_records_end(target: Target, tmp_path: Path) -> None:
+    pipeline = Pipeline(target=target, drafter=dflash(target, 0))
+    reader, died = RecordReader(tmp_path, ORIGIN), 0
+    for fatal in (1, 4, 5, 99):
+
+        def job(number: int, fatal: int = fatal) -> Job:
+            if number == fatal:
+                raise MemoryError
+            return short(number)
+
+        with RecordWriter(tmp_path, ORIGIN) as writer:
+            try:
+                write_rollouts(writer, pipeline, job, below=7, slots=2)
+            except MemoryError:
+                died += 1
+            assert reader.available == writer.next_id == {1: 0, 4: 4, 5: 4, 99: 8}[fatal]
+    assert died == 3
+    for number in range(8):
+        check_tokens(reader.read(number), target)
 
 
 class _Nothing:

@@ -29,6 +29,7 @@ from paceline.provenance import source_commit
 from paceline.train.capture import target_fingerprint
 from paceline.train.config import TrainConfig
 from paceline.train.corpus import Corpus, fingerprint
+from paceline.train.durable import sync_folder
 from paceline.train.trainee import Trainee, fused
 
 # Settings that say where and how fast, not what comes out: a resumed run may change them.
@@ -121,6 +122,7 @@ def save_checkpoint(path: Path, trainee: Trainee, step: int, made: Origin) -> No
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(work, path)
+            sync_folder(path.parent)  # what it covers is deleted behind it
             text = made.provenance({"step": step} | trainee.totals)
             (path.parent / "provenance.tmp").write_text(text)
             os.replace(path.parent / "provenance.tmp", path.parent / "provenance.json")

@@ -19,6 +19,7 @@ from paceline.drafters.dflash_draft import DFlashDrafter
 from paceline.pipeline import Pipeline
 from paceline.prepack import can_prepack, prepack
 from paceline.target import Target
+from paceline.train.capture import load_tokenizer
 from paceline.train.checkpoint import Origin as Made
 from paceline.train.checkpoint import export
 from paceline.train.config import TrainConfig
@@ -26,7 +27,7 @@ from paceline.train.corpus import Row
 from paceline.train.features import FeatureRow
 from paceline.train.logs import RunLog
 from paceline.train.records import Origin, RecordReader, RecordWriter
-from paceline.train.rollout import Prompts, roll_out, roll_out_forever
+from paceline.train.rollout import Prompts, roll_out_forever, write_rollouts
 from paceline.train.sources import (
     CorpusSource,
     RecordMaker,
@@ -59,14 +60,21 @@ def record_origin(config: TrainConfig, fingerprint: str) -> Origin:
     return Origin(taps=config.taps, target=fingerprint, records_per_shard=policy.records_per_shard)
 
 
-def prompts_of(config: TrainConfig, rows: Sequence[Row]) -> Prompts:
-    """The prompts of the training rows, as an endless line of jobs."""
-    assert config.on_policy is not None
+def prompts_of(config: TrainConfig, rows: Sequence[Row], target: Target) -> Prompts:
+    """The prompts of the training rows, as an endless line of jobs.
+
+    Raises ValueError when none leaves room for a reply in the target's context.
+    """
+    policy = config.on_policy
+    assert policy is not None
+    fitting = [row for row in rows if not row.held_out and row.start < target.max_length]
+    if not fitting:
+        raise ValueError("no training row has a prompt that the target's context has room for")
     return Prompts(
-        rows=[row for row in rows if not row.held_out],
+        rows=fitting,
         seed=config.seed,
-        temperature=config.on_policy.temperature,
-        max_tokens=config.on_policy.reply_tokens,
+        temperature=policy.temperature,
+        max_tokens=policy.reply_tokens,
     )
 
 
@@ -151,8 +159,8 @@ def make_source(
     if policy.asynchronous:
         makes: RecordMaker = _Elsewhere(publisher, run, log, stopped)
     else:
-        prompts = prompts_of(config, [item.row for item in rows])
-        makes = _Here(config, publisher, target, prompts, RecordWriter(reader.folder, origin), log)
+        texts = [item.row for item in rows]
+        makes = _Here(config, publisher, target, texts, reader, log)
     return RolloutSource(config, reader, trainee.totals, limit, makes)
 
 
@@ -190,15 +198,17 @@ class _Here:
         config: TrainConfig,
         publisher: _Publisher,
         target: Any,
-        prompts: Prompts,
-        writer: RecordWriter,
+        rows: Sequence[Row],
+        reader: RecordReader,
         log: RunLog,
     ) -> None:
         if can_prepack(target.dtype, target.device):
             prepack(target)
-        self._target, self._config = Target(target), config
-        self._publisher, self._prompts, self._writer, self._log = publisher, prompts, writer, log
-        self.newest, self.close = publisher.newest, writer.close
+        self._target, self._config = Target(target, load_tokenizer(config.target)), config
+        self._prompts = prompts_of(config, rows, self._target)
+        self._publisher, self._log = publisher, log
+        self._writer = RecordWriter(reader.folder, reader.origin)
+        self.newest, self.close = publisher.newest, self._writer.close
 
     def begin(self, step: int) -> None:
         """Weights are published when a shard is made."""
@@ -211,16 +221,18 @@ class _Here:
         found = self._publisher.versions.load(lambda folder: drafting(self._target, folder))
         assert found is not None
         version, pipeline = found
-        count = policy.records_per_shard
-        jobs = [self._prompts.job(writer.next_id + i) for i in range(count)]
-        records = roll_out(
+        first, count = writer.next_id, policy.records_per_shard
+        write_rollouts(
+            writer,
             pipeline,
-            jobs,
+            self._prompts.job,
+            below=first + 1,
             slots=policy.slots,
             version=version,
-            progress=lambda done: self._log.progress(f"rollouts of version {version}", done, count),
+            progress=lambda done: self._log.progress(
+                f"rollouts of version {version}", done - first, count
+            ),
         )
-        writer.write(records)
 
 
 def serve_rollouts(
@@ -243,7 +255,7 @@ def serve_rollouts(
     if policy is None or not policy.asynchronous:
         raise ValueError("this run makes its own rollouts: set on_policy with asynchronous=true")
     run, origin = Path(config.run_dir), record_origin(config, fingerprint)
-    versions, prompts = Versions(versions_folder(run)), prompts_of(config, rows)
+    versions, prompts = Versions(versions_folder(run)), prompts_of(config, rows, target)
 
     def newer(than: int) -> tuple[int, Pipeline] | None:
         return versions.load(lambda folder: drafting(target, folder), newer_than=than)

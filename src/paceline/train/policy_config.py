@@ -66,7 +66,8 @@ class OnPolicy:
     at a time. Weights are published every ``publish_every`` steps. Without ``asynchronous`` a step that
     lacks rows rolls them out; with it another process does (`rollout.roll_out_forever`), at most
     ``max_ahead`` replies ahead. Replies drafted by weights more than ``max_stale`` versions old are left
-    out and counted; None: all are taken.
+    out and counted; None: all are taken. What was trained is deleted, unless ``keep_records``, for a
+    later replay.
     """
 
     source: str = "rollout"
@@ -80,6 +81,7 @@ class OnPolicy:
     asynchronous: bool = False
     max_ahead: int = 64
     max_stale: int | None = 4
+    keep_records: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)

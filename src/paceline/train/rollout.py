@@ -223,6 +223,30 @@ def roll_out(
     return [done[number] for number in order]
 
 
+def write_rollouts(
+    writer: RecordWriter,
+    pipeline: Pipeline,
+    job: Callable[[int], Job],
+    *,
+    below: int,
+    slots: int,
+    version: int = 0,
+    progress: Callable[[int], None] = lambda _done: None,
+) -> None:
+    """Write shards until all ids below ``below`` are there; what is there already is kept.
+
+    ``progress`` gets the number of finished replies, those there already included.
+    """
+    while writer.next_id < below:
+        first = writer.next_id
+        jobs = [job(first + i) for i in range(writer.origin.records_per_shard)]
+
+        def tell(done: int, first: int = first) -> None:
+            progress(first + done)
+
+        writer.write(roll_out(pipeline, jobs, slots=slots, version=version, progress=tell))
+
+
 def roll_out_forever(
     writer: RecordWriter,
     newer: Newer,

@@ -138,7 +138,7 @@ class RolloutSource:
     """Records in the order of their ids as they are written, each trained once or left out as stale.
 
     The next id is the sum of ``totals`` records and stale, which are part of every checkpoint: a killed
-    run goes on there, and the shards before are deleted only when a checkpoint covers them.
+    run goes on there, and shards are deleted only when a checkpoint covers them.
     """
 
     def __init__(
@@ -185,8 +185,10 @@ class RolloutSource:
         )
 
     def saved(self) -> None:
-        """Delete the shards that the checkpoint covers."""
-        self._reader.delete(self._at)
+        """Delete the shards that the checkpoint covers, unless they are to be kept."""
+        assert self._config.on_policy is not None
+        if not self._config.on_policy.keep_records:
+            self._reader.delete(self._at)
 
     def close(self, *, finished: bool) -> None:
         """Tell who rolls out whether anything more is wanted."""
