@@ -21,10 +21,12 @@ import torch
 
 from paceline.drafters.dflash import load_dflash
 from paceline.target import Target
+from paceline.train import fit as fit_module
 from paceline.train import on_policy, policy
 from paceline.train.capture import load_frozen, target_fingerprint
 from paceline.train.config import Distil, OnPolicy, Phase, TrainConfig, parse_settings
 from paceline.train.fit import fit
+from paceline.train.objectives import best_drafts, previous_ids
 from paceline.train.on_policy import record_origin, records_folder, serve_rollouts, versions_folder
 from paceline.train.policy import judged_teacher, supervise
 from paceline.train.records import RecordReader
@@ -301,6 +303,34 @@ def test_the_teacher_of_judged_drafts_knows_their_own_prefix(
     config = setting(corpus, tmp_path, loss="draft_opd", on_policy=how, steps=4, phases=every)
     fit(config.replace(init_from=drafter), say=silent)
     assert checked[0] > 5 and checked[1] > 50
+
+
+def test_replayed_blocks_are_the_blocks_that_were_drafted(
+    corpus: tuple[str, str], drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law 5 through a record: with the weights that proposed, training drafts the same tokens."""
+    inner, found = fit_module.batch_loss, []
+
+    def look(config: Any, trainee: Any, rows: Any, blocks: Any, head: Any, given: Any) -> Any:
+        prev, k = previous_ids(rows, blocks), blocks.block_size - 1
+        features, _ = trainee.inputs(rows, blocks)
+        with torch.no_grad():
+            mine = trainee.model(
+                blocks, features, lambda states, _drafter: best_drafts(states, head, prev, None)
+            )
+        judged = given.rounds.proposals_RAk.view(-1, k)
+        same = head.ids_V[mine][judged >= 0] == judged[judged >= 0]
+        found.append((len(same), float(same.float().mean())))
+        return inner(config, trainee, rows, blocks, head, given)
+
+    monkeypatch.setattr(fit_module, "batch_loss", look)
+    how = OnPolicy(anchors="recorded", reply_tokens=16, slots=4, records_per_shard=4, max_ahead=12)
+    every = (Phase(share=1.0, block_size=4, anchors_per_row=40),)
+    config = setting(corpus, tmp_path, loss="draft_opd_code", on_policy=how, steps=1, phases=every)
+    fit(config.replace(init_from=drafter), say=silent)
+    ((count, share),) = found
+    # Records and versions are bf16: near ties may fall the other way.
+    assert count > 60 and share > 0.95
 
 
 def test_settings_say_what_is_wrong(corpus: tuple[str, str], tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ class _Elsewhere:
 
 
 class _Here:
-    """This process rolls out the next shard, with the weights of now."""
+    """This process rolls out the next shard; weights are published before it when due."""
 
     def __init__(
         self,
