@@ -15,7 +15,10 @@ from typing import Any
 from paceline.api import DEFAULT_DRAFTERS, load_drafter, packaged_drafters, packaged_with
 from paceline.core import Drafter, Stage
 from paceline.data.fingerprint import fingerprint_of, target_folder
+from paceline.decode.length import Cut, First, Sparing
+from paceline.drafters.length import AdaLength
 from paceline.drafters.refine import Refine
+from paceline.evaluate.profile import cost_rule
 from paceline.pipeline import Pipeline
 
 
@@ -26,6 +29,7 @@ class Parts:
     target: Any
     drafter: Drafter | None
     accept: str
+    method: Method
     stages: tuple[Stage, ...] = ()
 
 
@@ -48,8 +52,33 @@ def _count(text: str, argument: str) -> int:
         raise ValueError(f"{text}: {argument!r} is no whole number") from None
 
 
+def _first(argument: str | None, parts: Parts) -> Stage:
+    if argument is None:
+        raise ValueError("first needs a number of drafts: first:N")
+    return Cut(First(_count(f"first:{argument}", argument)))
+
+
+def _length(argument: str | None, parts: Parts) -> Stage:
+    try:
+        rate = 1.3 if argument is None else float(argument)
+    except ValueError:
+        raise ValueError(f"length:{argument}: {argument!r} is no number") from None
+    return Cut(AdaLength(parts.drafter, rate))
+
+
+def _cost(argument: str | None, parts: Parts) -> Stage:
+    if argument is not None:
+        raise ValueError(f"cost takes nothing after ':'; got {argument!r}")
+    return Cut(cost_rule(parts.target, parts.method, parts.accept))
+
+
 REFINERS = ("xpress", "markov")
-STAGES: dict[str, StageFactory] = {kind: _refine(kind) for kind in REFINERS}
+STAGES: dict[str, StageFactory] = {
+    **{kind: _refine(kind) for kind in REFINERS},
+    "first": _first,
+    "length": _length,
+    "cost": _cost,
+}
 """Stages by name: ``factory(argument, parts)``."""
 
 DRAFTERS = ("plain", "ngram", "dflash", "model")
@@ -129,10 +158,12 @@ class Method:
         anew = bool(self.stages) and self.stages[0][0] in REFINERS
         samples = accept == "rejection" and not anew
         drafter: Drafter | None = load_drafter(self.source(target), target, samples=samples)
-        parts = Parts(target=target, drafter=drafter, accept=accept)
+        parts = Parts(target=target, drafter=drafter, accept=accept, method=self)
         for name, argument in self.stages:
             stage = STAGES[name](argument, parts)
             parts = replace(parts, stages=(*parts.stages, stage))
+        if drafter is not None and any(name == "cost" for name, _ in self.stages):
+            drafter = Sparing(drafter)  # the rule may find that nothing should be drafted
         return Pipeline(target=target, drafter=drafter, accept=accept, stages=parts.stages)
 
 

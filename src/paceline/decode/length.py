@@ -1,0 +1,292 @@
+"""How much of a draft is verified: a fixed length, or what pays on this machine.
+
+Does not know drafters, models or how costs and survival were measured.
+
+Sources: DSpark, arXiv 2607.05147 (expected tokens per second over the batch); CaDDTree, arXiv 2606.01813
+(nodes in order of probability). Letters: B rows, N drafts a row, V' draft vocabulary, T scored nodes of
+all rows together (B roots and the drafts that are kept).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from paceline.core import Draft, DraftContext, Drafter, Row
+
+Floats = npt.NDArray[np.floating[Any]]
+
+
+class LengthRule(Protocol):
+    """Chooses how many drafts of each row are verified."""
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+
+    @property
+    def law(self) -> str:
+        """`keeps`, or `chooses` for a rule that looks at sampled tokens."""
+
+    def __call__(self, draft: Draft, ctx: DraftContext) -> list[int]:
+        """Sizes [B]; 0 is plain decoding for that row. More than there are means all."""
+
+
+class Cut:
+    """The stage around a length rule: cut drafts are not computed.
+
+    Behind a rule that looked at sampled tokens the draft has no law any more.
+    """
+
+    def __init__(self, rule: LengthRule) -> None:
+        self.rule, self.name, self.law = rule, rule.name, rule.law
+
+    def __call__(self, draft: Draft, ctx: DraftContext) -> Draft:
+        """The draft with its rows cut."""
+        sizes = [min(a, b) for a, b in zip(draft.sizes_B, self.rule(draft, ctx), strict=True)]
+        laws = draft.probs_BNV if self.law == "keeps" else None
+        return replace(draft, sizes_B=sizes, probs_BNV=laws)
+
+
+@dataclass(frozen=True)
+class First:
+    """The first ``count`` drafts of every row."""
+
+    count: int
+    name: str = "first"
+    law: str = "keeps"
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise ValueError(f"first:{self.count}: the number of drafts is at least 0")
+
+    def __call__(self, draft: Draft, ctx: DraftContext) -> list[int]:
+        """The same for all rows."""
+        return [self.count] * len(draft.sizes_B)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds of a round on one machine, from a grid of measured points.
+
+    ``verify_BN[i][j]`` are seconds of the target's pass over ``rows_B[i]`` rows with ``drafts_N[j]``
+    drafts each at ``context`` cached tokens a row; every further cached token costs ``per_cached``.
+    ``draft_B`` are seconds of drafting and refining. Between the points times are interpolated, so
+    steps of the machine's kernels between two of them are missed; beyond the last number of rows time
+    grows in proportion.
+    """
+
+    rows_B: tuple[int, ...]
+    drafts_N: tuple[int, ...]
+    verify_BN: tuple[tuple[float, ...], ...]
+    draft_B: tuple[float, ...]
+    context: int
+    per_cached: float
+
+    def verify(self, rows: int, drafts_T: Floats, cached: int) -> Floats:
+        """Seconds with each number of drafts of all rows together, ``cached`` tokens of all rows."""
+        each = drafts_T / rows
+        curves = [np.interp(each, self.drafts_N, line) for line in self.verify_BN]
+        base = self._at(rows, np.stack(curves))
+        return np.maximum(base + self.per_cached * (cached - rows * self.context), 1e-9)
+
+    def draft(self, rows: int) -> float:
+        """Seconds of drafting for so many rows."""
+        return float(self._at(rows, np.asarray(self.draft_B, float)))
+
+    def _at(self, rows: int, values: Floats) -> Floats:
+        """``values`` [grid rows, ...] at a number of rows."""
+        grid = np.asarray(self.rows_B, float)
+        above = int(np.searchsorted(grid, rows))
+        if above == len(grid):
+            return np.asarray(values[-1] * rows / grid[-1])
+        if above == 0:
+            return np.asarray(values[0])
+        share = (rows - grid[above - 1]) / (grid[above] - grid[above - 1])
+        return np.asarray((1 - share) * values[above - 1] + share * values[above])
+
+
+def best_lengths(survival_BN: Floats, seconds_T: Floats, idle: int = 0) -> tuple[list[int], Floats]:
+    """Sizes [B] with the most expected committed tokens per second, and the tokens at every total.
+
+    ``idle`` rows without drafts commit a token each in the same round.
+
+    ``survival_BN[b, k]`` is the chance that drafts 1 .. k + 1 of row b are all accepted: it must not rise
+    along k. ``seconds_T[t]`` is what a round with t drafts of all rows together takes. Drafts are
+    taken in order of survival, which for every total is the best choice; measured costs have steps, so
+    every total is looked at.
+    """
+    B, N = survival_BN.shape
+    slots = np.tile(np.arange(N), (B, 1)).ravel()
+    order = np.lexsort((slots, -survival_BN.ravel()))  # of equals the earlier slot first
+    gains = np.concatenate(([0.0], np.cumsum(survival_BN.ravel()[order])))
+    tokens: Floats = idle + B + gains
+    chosen = order[: int(np.argmax(tokens / seconds_T))]
+    return np.bincount(chosen // N, minlength=B).tolist(), tokens
+
+
+def isotonic(xs: Floats, ys: Floats, weights: Floats) -> Floats:
+    """The non-decreasing values [n] closest to ``ys`` in weighted squares, in the order of ``xs``.
+
+    Pool-adjacent-violators, O(n).
+    """
+    order = np.argsort(xs, kind="stable")
+    pools: list[list[float]] = []  # value, weight, count
+    for y, w in zip(ys[order], weights[order], strict=True):
+        pools.append([float(y), float(w), 1])
+        while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
+            y1, w1, n1 = pools.pop()
+            y0, w0, n0 = pools.pop()
+            total = w0 + w1
+            pools.append([(y0 * w0 + y1 * w1) / total, total, n0 + n1])
+    out = np.empty(len(xs))
+    out[order] = np.repeat([p[0] for p in pools], [int(p[2]) for p in pools])
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survival:
+    """How often a draft of a certain confidence is accepted where the ones before it were.
+
+    ``confidence[k]`` and ``accepted[k]`` are points of a rising curve for slot k + 1; a slot beyond them
+    has the last curve.
+    """
+
+    confidence: tuple[tuple[float, ...], ...]
+    accepted: tuple[tuple[float, ...], ...]
+
+    def __call__(self, confidence_BN: Floats) -> Floats:
+        """Survival [B, N]: the running product of calibrated chances."""
+        each = np.empty_like(confidence_BN)
+        for k in range(confidence_BN.shape[1]):
+            at = min(k, len(self.confidence) - 1)
+            each[:, k] = np.interp(confidence_BN[:, k], self.confidence[at], self.accepted[at])
+        out: Floats = np.cumprod(each, axis=1)
+        return out
+
+
+def confidences(logits_RNV: Tensor) -> Tensor:
+    """Probability [R, N] of the likeliest token."""
+    top = logits_RNV.amax(-1)
+    return (top - logits_RNV.float().logsumexp(-1)).exp()
+
+
+def looked_at(draft: Draft, base: bool) -> Tensor:
+    """The logits a rule may look at: refined ones if there are any and the law need not be kept."""
+    logits: Tensor = draft.hints["logits_RNV"]
+    return logits if base else draft.hints.get("refined_RNV", logits)
+
+
+@dataclass
+class Pace:
+    """Whether drafting pays at all, as this session saw it: a running mean, and a pause when not."""
+
+    ratio: float | None = None  # expected rate with drafts over plain's
+    quiet: int = 0  # rounds still to pass without drafting
+    pause: int = 1
+    rows: int = 0
+
+    def seen(self, ratio: float, rows: int) -> None:
+        """One more round was drafted; below 1 drafting pauses, each time twice as long, up to 64."""
+        self.ratio = ratio if self.ratio is None else 0.7 * self.ratio + 0.3 * ratio
+        self.rows = rows
+        if self.ratio < 1.0:
+            self.quiet, self.pause = self.pause, min(2 * self.pause, 64)
+        else:
+            self.pause = 1
+
+
+@dataclass(kw_only=True)
+class SparingState:
+    """The inner drafter's state, and the pace of one session."""
+
+    inner: Any
+    pace: Pace = field(default_factory=Pace)
+
+
+class Sparing:
+    """A drafter that pauses while drafts do not pay; `CostAware` says when.
+
+    Rows that leave change the load, so a pause ends when fewer rows are live than when it began. What
+    the drafter needs to see waits in ``row.features`` meanwhile.
+    """
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.name, self.taps, self.samples = (
+            inner,
+            inner.name,
+            inner.taps,
+            inner.samples,
+        )
+
+    def new_state(self, slots: int) -> SparingState:
+        """The inner drafter's, with a pace."""
+        return SparingState(inner=self.inner.new_state(slots))
+
+    def release(self, state: SparingState, slot: int) -> None:
+        """Forget the row in this slot."""
+        self.inner.release(state.inner, slot)
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        """The inner drafter's draft, or none."""
+        pace: Pace = ctx.state.pace
+        if pace.quiet > 0 and len(ctx.rows) >= pace.rows:
+            pace.quiet -= 1
+            return Draft.empty(len(ctx.rows))
+        pace.quiet = 0
+        return self.inner.propose(DraftContext(rows=ctx.rows, state=ctx.state.inner))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostAware:
+    """The lengths with the most expected committed tokens per measured second, over all rows.
+
+    ``greedy`` and ``sampled`` are calibrations for rows at temperature 0 and above. With ``base`` it
+    looks at the drafter's first logits only, which do not depend on what was sampled: the law is kept.
+    """
+
+    costs: Costs
+    greedy: Survival
+    sampled: Survival
+    base: bool = False
+    name: str = "cost"
+
+    @property
+    def law(self) -> str:
+        """`keeps` if it looks at first logits only."""
+        return "keeps" if self.base else "chooses"
+
+    def __call__(self, draft: Draft, ctx: DraftContext) -> list[int]:
+        """Sizes [B]; rows that were not drafted stay so. Tells the session's pace what it saw."""
+        if "ready" not in draft.hints:
+            return list(draft.sizes_B)
+        live = [(i, b) for i, b in enumerate(draft.hints["ready"]) if draft.sizes_B[b] > 0]
+        if not live:
+            return list(draft.sizes_B)
+        found = confidences(looked_at(draft, self.base)).double().cpu().numpy()
+        chosen = [ctx.rows[b] for _, b in live]
+        survival = self._survival(found[[i for i, _ in live]], chosen)
+        rows = len(ctx.rows)
+        cached = sum(len(row.tokens) for row in ctx.rows)
+        seconds = self.costs.verify(rows, np.arange(survival.size + 1.0), cached)
+        kept, tokens = best_lengths(survival, seconds, rows - len(live))
+        if isinstance(ctx.state, SparingState):
+            drafted = float((tokens / (seconds + self.costs.draft(rows))).max())
+            ctx.state.pace.seen(drafted / float(tokens[0] / seconds[0]), rows)
+        sizes = [0] * len(draft.sizes_B)
+        for (_, b), size in zip(live, kept, strict=True):
+            sizes[b] = size
+        return sizes
+
+    def _survival(self, confidence_RN: Floats, rows: Sequence[Row]) -> Floats:
+        warm = np.array([row.params.temperature > 0 for row in rows])
+        out = self.greedy(confidence_RN)
+        out[warm] = self.sampled(confidence_RN[warm])
+        budgets = np.array([row.budget for row in rows])[:, None]
+        out[np.arange(out.shape[1])[None] >= budgets] = 0.0  # never committed
+        return out

@@ -1,0 +1,352 @@
+"""What a round costs on this machine and how far drafts survive: measured once, kept in the user's cache.
+
+Does not know how lengths are chosen from it (decode/length.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from paceline.core import Draft, DraftContext, Noise, Row, SamplingParams
+from paceline.data.fingerprint import fingerprint_of
+from paceline.decode.length import (
+    CostAware,
+    Costs,
+    Floats,
+    Survival,
+    confidences,
+    isotonic,
+    looked_at,
+)
+from paceline.decode.loop import run
+from paceline.evaluate.machine import environment
+from paceline.evaluate.tasks import load_tasks
+from paceline.gguf import cache_root
+from paceline.pipeline import Pipeline
+
+FORMAT = 1
+ROWS = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (64, 256, 768)  # the middle one carries the grid
+REPEATS = 5
+TOKENS = 64  # of a calibration reply
+BINS = 16
+Progress = Callable[[str, int, int | None], None]
+_KEPT = ("paceline", "torch", "device", "device_name", "threads", "dtype")
+
+
+class Named(Protocol):
+    """A method as `evaluate.methods` parses it."""
+
+    @property
+    def text(self) -> str:
+        """As the user wrote it."""
+
+    @property
+    def drafter(self) -> str:
+        """Its kind."""
+
+    @property
+    def stages(self) -> tuple[tuple[str, str | None], ...]:
+        """Names with their arguments."""
+
+    def weights(self, target: Any) -> str | None:
+        """A hash of the drafter's weights."""
+
+
+def profile_key(target: Any, method: Named, accept: str) -> dict[str, Any]:
+    """Everything that the figures depend on; stages that choose lengths do not count."""
+    found = environment(target)
+    stages = ["+".join(filter(None, pair)) for pair in method.stages if pair[0] not in _LENGTHS]
+    return {
+        "format": FORMAT,
+        **{name: found[name] for name in _KEPT},
+        "target": asdict(fingerprint_of(target.name, target.tokenizer))["weights"],
+        "drafter": method.drafter,
+        "weights": method.weights(target),
+        "stages": stages,
+        "accept": accept,
+    }
+
+
+_LENGTHS = ("first", "length", "cost")
+
+
+def profile_path(key: dict[str, Any]) -> Path:
+    """Where the profile of a key lies."""
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_root() / "profile" / f"{name}.json"
+
+
+def cost_rule(target: Any, method: Named, accept: str) -> CostAware:
+    """The cost-aware rule from the cached profile.
+
+    Raises ValueError where there is none, naming the command that measures it, or it is damaged.
+    """
+    key = profile_key(target, method, accept)
+    path = profile_path(key)
+    bare = "+".join(method.text.split("+")[:1] + key["stages"])
+    command = f"paceline profile --target {target.name} --method {bare} --accept {accept}"
+    if not path.exists():
+        raise ValueError(f"nothing is known of {bare} on this machine; measure it once: {command}")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        costs = Costs(**_tuples(found["costs"]))
+        greedy, sampled = (Survival(**_tuples(found[name])) for name in ("greedy", "sampled"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); measure again: {command}") from None
+    return CostAware(costs=costs, greedy=greedy, sampled=sampled, base=accept == "rejection")
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_tuples, value))
+    return {k: _tuples(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def measure(
+    pipeline: Pipeline, key: dict[str, Any], progress: Progress, *, limit: int | None = None
+) -> dict[str, Any]:
+    """Measure costs and calibrate survival; returns the profile as it is cached.
+
+    ``pipeline`` has a drafter and no length stage; ``limit`` is the number of calibration prompts.
+    """
+    costs, spread = measure_costs(pipeline, progress)
+    prompts = calibration_prompts(pipeline, limit)
+    tables: dict[str, Any] = {}
+    errors: dict[str, Any] = {}
+    for at, (name, temperature) in enumerate((("greedy", 0.0), ("sampled", 1.0))):
+        progress(f"calibrating, T {temperature:g}", at, 2)
+        found = observe(pipeline, prompts, temperature)
+        tables[name] = asdict(calibrate(found))
+        errors[name] = calibration_error(found)
+    progress("calibrated", 2, 2)
+    figures = {"costs": asdict(costs), **tables, "calibration_error": errors}
+    return {"key": key, **figures, "grid_error": spread}
+
+
+def save(found: dict[str, Any]) -> Path:
+    """Write a profile to the cache; it appears whole or not at all."""
+    path = profile_path(found["key"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        json.dump(found, stream, indent=1, allow_nan=False)
+    os.replace(name, path)
+    return path
+
+
+def measure_costs(
+    pipeline: Pipeline, progress: Progress, rows: Sequence[int] = ROWS
+) -> tuple[Costs, float]:
+    """Seconds of verifying and of drafting on a grid, and the largest error of interpolation.
+
+    Repeats go around the whole grid, so that a slow minute of the machine does not fall on one point;
+    the medians count. The error is that of points between the grid's, relative.
+    """
+    drafter: Any = pipeline.drafter
+    width = drafter.config.block_size - 1
+    drafts = tuple(sorted({0, 1, max(1, width // 4), max(1, width // 2), width}))
+    between = [(r, width - 1) for r in rows[1:-1:2] if width > 2]
+    points = [(r, d, CONTEXTS[1]) for r in rows for d in drafts]
+    points += [(r, d, CONTEXTS[1]) for r, d in between]
+    points += [(rows[-1], 0, CONTEXTS[0]), (rows[-1], 0, CONTEXTS[2])]
+    seconds: dict[Any, list[float]] = {}
+    total, done = len(points) + len(rows), 0
+    with torch.inference_mode():
+        benches = {(r, c): _Bench(pipeline, r, c) for r, _, c in points}
+        for _ in range(REPEATS):
+            for r, d, c in points:
+                seconds.setdefault((r, d, c), []).append(benches[r, c].verify(d))
+            for r in rows:
+                seconds.setdefault(r, []).append(benches[r, CONTEXTS[1]].draft())
+            done += 1
+            progress(f"{total} costs", done, REPEATS)
+    middle = {point: statistics.median(times) for point, times in seconds.items()}
+    low, high = (middle[rows[-1], 0, c] for c in (CONTEXTS[0], CONTEXTS[2]))
+    slope = (high - low) / (rows[-1] * (CONTEXTS[2] - CONTEXTS[0]))
+    costs = Costs(
+        rows_B=tuple(rows),
+        drafts_N=drafts,
+        verify_BN=tuple(tuple(middle[r, d, CONTEXTS[1]] for d in drafts) for r in rows),
+        draft_B=tuple(middle[r] for r in rows),
+        context=CONTEXTS[1],
+        per_cached=max(0.0, slope),
+    )
+    errors = [0.0]
+    for r, d in between:
+        guess = costs.verify(r, np.array([float(r * d)]), r * CONTEXTS[1])[0]
+        errors.append(abs(float(guess) / middle[r, d, CONTEXTS[1]] - 1))
+    return costs, max(errors)
+
+
+class _Bench:
+    """Rows with a context of random tokens, scored and drafted again and again."""
+
+    def __init__(self, pipeline: Pipeline, rows: int, context: int) -> None:
+        self.pipeline, self.target = pipeline, pipeline.target
+        generator = torch.Generator().manual_seed(rows)
+        params = SamplingParams(max_tokens=64)
+        self.rows = []
+        for slot in range(rows):
+            ids = torch.randint(0, self.target.vocab_size, (context + 1,), generator=generator)
+            self.rows.append(_row(slot, ids.tolist(), params))
+        self.cache = self.target.new_cache(rows)
+        drafter: Any = pipeline.drafter
+        self.state = drafter.new_state(rows)
+        for row in self.rows:  # one at a time: a context of all rows at once may not fit
+            last = row.tokens.pop()
+            self.cache.lengths[row.slot] = 0
+            scored = self.target.score(Draft.empty(1), [row], self.cache, drafter.taps)
+            row.features.append(scored.taps_TF)
+            self.cache.lengths[row.slot] = len(row.tokens)
+            row.tokens.append(last)
+        self.draft()  # takes the features in
+
+    def verify(self, drafts: int) -> float:
+        """Seconds of one pass over every row's root and so many drafts."""
+        B = len(self.rows)
+        draft = Draft.chain(torch.ones(B, drafts, dtype=torch.int64), [drafts] * B)
+        drafter: Any = self.pipeline.drafter
+        began = time.perf_counter()
+        scored = self.target.score(draft, self.rows, self.cache, drafter.taps)
+        float(scored.logits_TV[-1, 0])  # waits for an accelerator
+        return time.perf_counter() - began
+
+    def draft(self) -> float:
+        """Seconds of drafting for all rows, stages included."""
+        ctx, drafter = DraftContext(rows=self.rows, state=self.state), self.pipeline.drafter
+        assert drafter is not None
+        began = time.perf_counter()
+        draft = drafter.propose(ctx)
+        for stage in self.pipeline.stages:
+            draft = stage(draft, ctx)
+        return time.perf_counter() - began
+
+
+def _row(slot: int, tokens: list[int], params: SamplingParams) -> Row:
+    return Row(
+        slot=slot,
+        tokens=tokens,
+        prompt_length=len(tokens) - 1,
+        params=params,
+        noise=Noise(slot),
+        stop_ids=frozenset(),
+        limit=len(tokens) + 64,
+    )
+
+
+def calibration_prompts(pipeline: Pipeline, limit: int | None) -> list[list[int]]:
+    """The built-in prompts' first turns as the target's chat template has them."""
+    (task,) = load_tasks(("builtin",), None, limit)
+    prompts = []
+    for question in task.questions:
+        ids = pipeline.encode([dict(message) for message in question.turns[0]])
+        if len(ids) + TOKENS <= pipeline.target.max_length:
+            prompts.append(ids)
+    return prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One judged draft: the confidence of each of its slots, and how many were accepted."""
+
+    request: int
+    confidence: tuple[float, ...]
+    accepted: int
+
+
+class _Recorder:
+    """A stage that changes nothing and writes down confidences."""
+
+    name, law = "recorder", "keeps"
+
+    def __init__(self, base: bool) -> None:
+        self.base = base
+        self.seen: dict[tuple[int, int], list[float]] = {}
+
+    def __call__(self, draft: Draft, ctx: DraftContext) -> Draft:
+        """The same draft."""
+        if "ready" in draft.hints:
+            found = confidences(looked_at(draft, self.base)).tolist()
+            for i, b in enumerate(draft.hints["ready"]):
+                row = ctx.rows[b]
+                self.seen[row.request, len(row.rounds)] = found[i][: draft.sizes_B[b]]
+        return draft
+
+
+def observe(pipeline: Pipeline, prompts: Sequence[list[int]], temperature: float) -> list[Seen]:
+    """Decode the prompts with whole blocks; what was judged in each round, last rounds left out."""
+    recorder = _Recorder(base=pipeline.accept == "rejection")
+    watched = replace(pipeline, stages=(*pipeline.stages, recorder))
+    params = [
+        SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=i)
+        for i in range(len(prompts))
+    ]
+    rows = watched.rows(prompts, params)
+    for _ in run(watched.session(8), rows):
+        pass
+    found = []
+    for row in rows:
+        for at, done in enumerate(row.rounds[:-1]):  # the last one may be trimmed
+            line = recorder.seen.get((row.request, at), [])[: done.drafted]
+            if line:
+                seen = Seen(request=row.request, confidence=tuple(line), accepted=done.accepted)
+                found.append(seen)
+    if not found:
+        raise ValueError("no draft was judged on the calibration prompts: nothing to calibrate")
+    return found
+
+
+def calibrate(found: Iterable[Seen]) -> Survival:
+    """Chance of acceptance by confidence, slot by slot; a slot seldom reached has the one before's."""
+    some = list(found)
+    slots = max(len(seen.confidence) for seen in some)
+    xs: list[tuple[float, ...]] = []
+    ys: list[tuple[float, ...]] = []
+    for k in range(slots):
+        reached = [s for s in some if len(s.confidence) > k and s.accepted >= k]
+        if len(reached) < 2 * BINS:
+            if not xs:  # too little of everything: one curve through all there is
+                reached = reached or some
+            else:
+                xs.append(xs[-1])
+                ys.append(ys[-1])
+                continue
+        points = np.array(sorted((s.confidence[k], float(s.accepted > k)) for s in reached))
+        parts = np.array_split(points, min(BINS, len(points)))
+        x = np.array([part[:, 0].mean() for part in parts])
+        y = np.array([part[:, 1].mean() for part in parts])
+        rising = isotonic(x, y, np.array([float(len(part)) for part in parts]))
+        xs.append(tuple(x.tolist()))
+        ys.append(tuple(rising.clip(0.01, 0.99).tolist()))
+    return Survival(confidence=tuple(xs), accepted=tuple(ys))
+
+
+def calibration_error(found: Sequence[Seen]) -> list[float]:
+    """Expected calibration error of survival, slot by slot: fitted on half of the requests, seen on
+    the others."""
+    fitted = calibrate([s for s in found if s.request % 2 == 0] or found)
+    others = [s for s in found if s.request % 2 == 1] or list(found)
+    slots = max(len(s.confidence) for s in others)
+    whole = [s for s in others if len(s.confidence) == slots]
+    survival: Floats = fitted(np.array([s.confidence for s in whole]))
+    errors = []
+    for k in range(slots):
+        truth = np.array([float(s.accepted > k) for s in whole])
+        order = np.argsort(survival[:, k], kind="stable")
+        parts = np.array_split(order, min(10, len(order)))
+        gaps = [abs(survival[p, k].mean() - truth[p].mean()) * len(p) for p in parts if len(p)]
+        errors.append(float(sum(gaps) / len(whole)))
+    return errors
