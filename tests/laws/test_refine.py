@@ -151,7 +151,7 @@ def p_of_draws(stage: Refine, params: SamplingParams, noise: type[Noise] = Noise
     Pearson's statistic over (slot, tokens before, token); the expected counts are sums of laws, which
     differ within a cell, so that the true variance is smaller: the p-value errs upwards.
     """
-    ctx = DraftContext(rows=rows_of(5000, params, noise), state=None)
+    ctx = DraftContext(rows=rows_of(4000, params, noise), state=None)
     out = stage(stage.drafter.propose(ctx), ctx)
     assert out.probs_BNV is not None
     statistic, freedom = 0.0, 0
@@ -183,7 +183,7 @@ def decoded(stage: Refine, rows: list[Row]) -> None:
 
 
 def p_value(
-    stage: Refine, params: SamplingParams, count: int = 3000, noise: type[Noise] = Noise
+    stage: Refine, params: SamplingParams, count: int = 2500, noise: type[Noise] = Noise
 ) -> float:
     """Chi-square of the joint counts of three tokens, the first ones and the next, against the table.
 

@@ -148,7 +148,7 @@ def save(found: dict[str, Any]) -> Path:
 
 
 def measure_costs(
-    pipeline: Pipeline, progress: Progress, rows: Sequence[int] = ROWS
+    pipeline: Pipeline, progress: Progress, rows: Sequence[int] | None = None
 ) -> tuple[Costs, float]:
     """Seconds of verifying and of drafting on a grid, and the largest error of interpolation.
 
@@ -156,6 +156,7 @@ def measure_costs(
     the medians count. The error is that of points between the grid's, relative.
     """
     drafter: Any = pipeline.drafter
+    rows = rows or ROWS
     width = drafter.config.block_size - 1
     drafts = tuple(sorted({0, 1, max(1, width // 4), max(1, width // 2), width}))
     between = [(r, width - 1) for r in rows[1:-1:2] if width > 2]

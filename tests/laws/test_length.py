@@ -1,0 +1,265 @@
+"""Cutting drafts never changes what comes out, and cut tokens are not computed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from harness import FreshNoise, Scripted, TableDrafter, TableLM, TableTarget, new_row, truths
+from paceline.core import Draft, DraftContext, Round, SamplingParams
+from paceline.decode import loop
+from paceline.decode.accept import match, rejection
+from paceline.decode.length import (
+    CostAware,
+    Costs,
+    Cut,
+    First,
+    Pace,
+    Sparing,
+    SparingState,
+    Survival,
+    best_lengths,
+    isotonic,
+)
+from paceline.decode.warp import shape_probs
+from paceline.pipeline import Pipeline
+
+PREFILL = Round(drafted=0, accepted=0, committed=1)
+
+
+def linear(per_node: float, fixed: float = 1.0, draft: float = 0.0) -> Costs:
+    """A round costs ``fixed`` and so much per node."""
+    rows, drafts = (1, 4), (0, 8)
+    line = [[fixed + per_node * r * (1 + d) for d in drafts] for r in rows]
+    return Costs(
+        rows_B=rows,
+        drafts_N=drafts,
+        verify_BN=tuple(map(tuple, line)),
+        draft_B=(draft, draft),
+        context=0,
+        per_cached=0.0,
+    )
+
+
+def test_lengths_are_the_best_of_all() -> None:
+    """Against every combination, with costs that have steps."""
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        B, N = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+        survival = np.cumprod(rng.random((B, N)), axis=1)
+        seconds = np.cumsum(rng.random(B * N + 1) * rng.integers(0, 2, B * N + 1)) + 0.5
+        sizes, tokens = best_lengths(survival, seconds, idle=1)
+        best = max(
+            (1 + B + sum(survival[b, :n].sum() for b, n in enumerate(each))) / seconds[sum(each)]
+            for each in itertools.product(range(N + 1), repeat=B)
+        )
+        kept = 1 + B + sum(survival[b, :n].sum() for b, n in enumerate(sizes))
+        assert kept / seconds[sum(sizes)] == pytest.approx(best)
+        assert tokens[sum(sizes)] == pytest.approx(kept) and tokens[0] == 1 + B
+
+
+def test_costs_meet_their_points_and_grow_between_and_beyond_them() -> None:
+    costs = linear(0.5)
+    for rows, drafts in ((1, 0), (1, 8), (4, 8), (2, 4), (3, 2)):
+        found = costs.verify(rows, np.array([float(rows * drafts)]), 0)[0]
+        assert found == pytest.approx(1 + 0.5 * rows * (1 + drafts))
+    assert costs.verify(8, np.array([0.0]), 0)[0] == pytest.approx(2 * (1 + 0.5 * 4))
+    cached = Costs(**{**vars(costs), "context": 10, "per_cached": 0.25})
+    extra = cached.verify(2, np.array([0.0]), 28)[0] - costs.verify(2, np.array([0.0]), 0)[0]
+    assert extra == pytest.approx(0.25 * 8)
+
+
+def test_isotonic_is_the_nearest_rising_line() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        x, y, w = rng.random(7), rng.random(7), rng.random(7) + 0.1
+        found = isotonic(x, y, w)
+        line = found[np.argsort(x)]
+        assert (np.diff(line) >= 0).all()
+        for _ in range(200):  # no rising line is nearer
+            other = np.sort(rng.random(7))[np.argsort(np.argsort(x))]
+            assert (w * (found - y) ** 2).sum() <= (w * (other - y) ** 2).sum() + 1e-12
+
+
+@dataclass
+class Sure:
+    """Around a drafter: hints as a block drafter gives them, with logits that say how sure it is."""
+
+    inner: Any
+    vocab: int
+    name: str = "sure"
+    taps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.samples = self.inner.samples
+
+    def new_state(self, slots: int) -> Any:
+        return self.inner.new_state(slots)
+
+    def release(self, state: Any, slot: int) -> None:
+        self.inner.release(state, slot)
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        draft = self.inner.propose(ctx)
+        sizes, tokens = draft.sizes_B, draft.tokens_BN
+        generator = torch.Generator().manual_seed(int(tokens.sum()) + len(ctx.rows))
+        logits = torch.randn(*tokens.shape, self.vocab, generator=generator) * 3
+        hints = {"ready": list(range(len(sizes))), "logits_RNV": logits}
+        return Draft.chain(tokens, sizes, draft.probs_BNV, **hints)
+
+
+@dataclass
+class Counting(TableTarget):
+    """Counts the nodes that are scored."""
+
+    nodes: int = 0
+
+    def score(self, draft: Draft, rows: Any, cache: Any, taps: Any) -> Any:
+        self.nodes += len(rows) + sum(draft.sizes_B)
+        return super().score(draft, rows, cache, taps)
+
+
+HALF = Survival(confidence=((0.0, 1.0),), accepted=((0.0, 1.0),))
+RULES = {
+    "first": lambda: Cut(First(2)),
+    "none": lambda: Cut(First(0)),
+    "cost": lambda: Cut(CostAware(costs=linear(0.2), greedy=HALF, sampled=HALF)),
+    "base cost": lambda: Cut(CostAware(costs=linear(0.2), greedy=HALF, sampled=HALF, base=True)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("block", [1, 4, 8])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_replies_are_plain_decodings_and_cut_nodes_are_not_scored(
+    rule: str, block: int, temperature: float
+) -> None:
+    model = TableLM.cycle(17)
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=9 + i, ignore_eos=True)
+        for i in range(4)
+    ]
+    prompts = [[i] * (i + 1) for i in range(4)]
+    gold = truths(model, prompts, params)
+    script = Scripted(
+        truth={i: g.token_ids for i, g in enumerate(gold)}, vocab=17, block=block, pattern=(0, 3, 1)
+    )
+    target, stage = Counting(model), RULES[rule]()
+    session = loop.Session(
+        target=target,
+        drafter=Sparing(Sure(script, 17)),
+        accept=match,
+        stages=(stage,),
+        slots=3,
+    )
+    rows = [new_row(p, q, request=i) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
+    for _ in loop.run(session, rows):
+        pass
+    assert [row.output for row in rows] == [g.token_ids for g in gold]
+    scored = sum(1 + done.drafted for row in rows for done in row.rounds)
+    assert target.nodes == scored
+    if rule == "none":
+        assert scored == sum(len(row.output) for row in rows)
+
+
+def p_value(stage: Any, rows: int) -> float:
+    """Chi-square of the joint counts of two tokens under rejection."""
+    model, other = TableLM.random(5, seed=1), TableLM.random(5, seed=2)
+    params = SamplingParams(temperature=0.7, max_tokens=2, ignore_eos=True)
+    source, counts = random.Random(3), np.zeros((5, 5))
+    for _ in range(rows // 2000):
+        batch = [new_row([1, 2], params, noise=FreshNoise(source)) for _ in range(2000)]
+        for row in batch:
+            row.rounds.append(PREFILL)
+        session = loop.Session(
+            target=TableTarget(model),
+            drafter=Sure(TableDrafter(other, block=2), 5),
+            accept=rejection,
+            stages=(stage,),
+            slots=2000,
+        )
+        for _ in loop.run(session, batch):
+            pass
+        for row in batch:
+            counts[tuple(row.output)] += 1
+    first = shape_probs(model.table_VVV[1, 2][None], params)[0]
+    second = shape_probs(model.table_VVV[2], params)
+    joint = (first[:, None] * second).double().flatten().numpy()
+    seen = counts.flatten()
+    return float(chisquare(seen, joint * seen.sum() / joint.sum()).pvalue)
+
+
+class OwnToken:
+    """Cuts before a sampled token that the drafter itself finds unlikely, and says it keeps the law."""
+
+    name, law = "own token", "keeps"
+
+    def __call__(self, draft: Draft, ctx: DraftContext) -> list[int]:
+        assert draft.probs_BNV is not None
+        own = draft.probs_BNV.gather(2, draft.tokens_BN[..., None])[..., 0]
+        return (own > 0.3).long().cumprod(-1).sum(-1).tolist()
+
+
+def test_rules_that_keep_the_law_do_and_the_one_that_lies_is_caught() -> None:
+    assert p_value(Cut(First(1)), 20_000) > 1e-4
+    base = CostAware(costs=linear(0.3), greedy=HALF, sampled=HALF, base=True)
+    assert p_value(Cut(base), 20_000) > 1e-4
+    assert p_value(Cut(OwnToken()), 20_000) < 1e-4
+
+
+def test_a_rule_that_looks_at_tokens_and_rejection_are_refused() -> None:
+    looks = Cut(CostAware(costs=linear(0.3), greedy=HALF, sampled=HALF))
+    drafter, target = Sure(TableDrafter(TableLM.random(5, seed=2), block=2), 5), _Layers()
+    with pytest.raises(ValueError, match="'cost' looks at tokens"):
+        Pipeline(target=target, drafter=drafter, accept="rejection", stages=(looks,))
+    Pipeline(target=target, drafter=drafter, accept="rejection", stages=(Cut(First(1)),))
+    row = new_row([1, 2], SamplingParams(temperature=1.0, seed=0))
+    ctx = DraftContext(rows=[row], state=None)
+    assert looks(drafter.propose(ctx), ctx).probs_BNV is None
+
+
+class _Layers:
+    num_layers = 0
+
+
+def test_a_session_pauses_while_drafts_do_not_pay() -> None:
+    """Longer and longer, with a look in between; other rows are another matter."""
+    pace = Pace()
+    pauses = []
+    for _ in range(9):
+        pace.seen(0.5, rows=4)
+        pauses.append(pace.quiet)
+    assert pauses == [1, 2, 4, 8, 16, 32, 64, 64, 64]
+    drafter = Sparing(Sure(TableDrafter(TableLM.random(5, seed=2), block=2), 5))
+    state = drafter.new_state(4)
+    assert isinstance(state, SparingState)
+    rows = [new_row([1, 2], SamplingParams(temperature=1.0, seed=i)) for i in range(4)]
+    state.pace.seen(0.5, rows=4)
+    four = DraftContext(rows=rows, state=state)
+    assert drafter.propose(four).sizes_B == [0] * 4 and state.pace.quiet == 0
+    assert drafter.propose(four).sizes_B == [2] * 4
+    state.pace.seen(0.5, rows=4)
+    fewer = DraftContext(rows=rows[:3], state=state)
+    assert drafter.propose(fewer).sizes_B == [2] * 3
+
+
+def test_where_nodes_are_dear_nothing_is_drafted_and_where_they_are_free_everything() -> None:
+    draft_ctx = DraftContext(
+        rows=[new_row([1, 2], SamplingParams(max_tokens=30), request=i) for i in range(2)],
+        state=None,
+    )
+    logits = torch.zeros(2, 4, 7)
+    logits[..., 0] = 3.0
+    draft = Draft.chain(
+        torch.zeros(2, 4, dtype=torch.int64), [4, 4], None, ready=[0, 1], logits_RNV=logits
+    )
+    for per_node, sizes in ((0.0, [4, 4]), (100.0, [0, 0])):
+        rule = CostAware(costs=linear(per_node), greedy=HALF, sampled=HALF)
+        assert rule(draft, draft_ctx) == sizes
