@@ -201,6 +201,19 @@ def test_a_refiner_learns_what_the_block_cannot_know(
     assert (shape.xpress_rank, shape.num_jacobi_passes, shape.refiners) == (RANK, 3, ("xpress",))
 
 
+@pytest.mark.parametrize("kind", ["xpress", "markov"])
+def test_words_that_a_phase_leaves_out_get_no_bias(
+    corpus: tuple[str, str], tmp_path: Path, kind: str
+) -> None:
+    """Half of the words, all of the run: the others' rows stay zero, and drafting may still use them."""
+    phase = Phase(share=1.0, block_size=4, anchors_per_row=6, words=40)
+    config = setting(corpus, tmp_path, refiner=REFINERS[kind], phases=(phase,))
+    outcome = fit(config, say=lambda _: None)
+    _, module, _ = load_dflash(outcome.drafter, torch.float32)
+    moved = module.get_submodule(f"{kind}_head").readout.weight.abs().sum(-1) > 0  # type: ignore[union-attr]
+    assert moved.sum() == 40 and len(moved) == 80
+
+
 def test_a_length_head_alone_leaves_the_drafter_as_it_was(
     corpus: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -165,7 +165,7 @@ def start_module(
     module = DFlashModule(shape)
     generator = torch.Generator().manual_seed(config.seed)
     init_random(module, generator)
-    _start_table(module, target, generator)
+    _start_refiners(module, target, generator)
     if config.init_from:
         check_start(config, shape)
         _, theirs, _ = load_dflash(config.init_from, torch.float32)
@@ -212,19 +212,22 @@ def kept_vocabulary(config: TrainConfig, shape: DFlashConfig) -> Tensor | None:
     return draft_to_target(d2t)
 
 
-def _start_table(module: DFlashModule, target: Any, generator: torch.Generator) -> None:
+def _start_refiners(module: DFlashModule, target: Any, generator: torch.Generator) -> None:
     """Previous tokens start as random projections of their target embeddings, of unit variance: words
-    that are alike look alike, also those that training hardly sees."""
-    for head in ("xpress_head.token_embed", "markov_head.markov_w1"):
-        if head.partition(".")[0] not in dict(module.named_children()):
+    that are alike look alike, also those that training hardly sees. The last matrix starts at zero: a
+    refiner begins silent, and words that a phase leaves out (`words`) get no bias meanwhile."""
+    for kind, table in (("xpress_head", "token_embed"), ("markov_head", "markov_w1")):
+        head: Any = dict(module.named_children()).get(kind)
+        if head is None:
             continue
-        table: Any = module.get_submodule(head)
+        head.readout.weight.zero_()
+        seen: Any = head.get_submodule(table)
         words = embedding_table(target, torch.float32).cpu()
-        if len(words) >= len(table.weight):
-            words = words[: len(table.weight)] - words.mean(0)
-            projection = torch.randn(words.shape[1], table.weight.shape[1], generator=generator)
-            seen = words @ projection
-            table.weight.copy_(seen / seen.std())
+        if len(words) >= len(seen.weight):
+            words = words[: len(seen.weight)] - words.mean(0)
+            projection = torch.randn(words.shape[1], seen.weight.shape[1], generator=generator)
+            mixed = words @ projection
+            seen.weight.copy_(mixed / mixed.std())
 
 
 def _gain(norm: Any) -> Tensor:
