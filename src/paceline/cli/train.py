@@ -55,6 +55,13 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the full config and start nothing.")
     ] = False,
+    roll_out: Annotated[
+        bool,
+        typer.Option(
+            "--roll-out",
+            help="Be the second process of an asynchronous on-policy run: decode for it.",
+        ),
+    ] = False,
 ) -> None:
     """Train a drafter by a recipe; run the same command again to resume.
 
@@ -81,12 +88,27 @@ def train(
     if dry_run:
         show(config)
         return
+    if roll_out:
+        _roll_out(config)
+        return
     from paceline.train.fit import fit
 
     with _bar() as (say, progress):
         outcome = fit(config, say=say, progress=progress)
     if not outcome.finished:
         raise typer.Exit(128 + signal.SIGTERM)
+
+
+def _roll_out(config: TrainConfig) -> None:
+    """Decode for the run of this very config until it is done; may be killed and started again."""
+    from paceline.train.worker import roll_out_for
+
+    if config.on_policy is None or not config.on_policy.asynchronous:
+        raise ValueError(
+            "--roll-out serves an asynchronous run; give both commands "
+            """--set 'on_policy={"asynchronous": true}'"""
+        )
+    roll_out_for(config, say=typer.echo)
 
 
 @contextmanager

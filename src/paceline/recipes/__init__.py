@@ -18,9 +18,11 @@ from paceline.recipes.papers import (
     qwen3_8b_dflash,
 )
 from paceline.recipes.smollm2 import (
+    smollm2_adaflash,
     smollm2_continued,
     smollm2_dflash,
     smollm2_dflash_longer,
+    smollm2_draft_opd,
     smollm2_length_head,
     smollm2_markov,
     smollm2_xpress,
@@ -40,6 +42,8 @@ RECIPES: dict[str, Recipe] = {
         smollm2_xpress,
         smollm2_markov,
         smollm2_length_head,
+        smollm2_adaflash,
+        smollm2_draft_opd,
         qwen3_4b_dflash,
         qwen3_8b_dflash,
         llama31_8b_dflash,

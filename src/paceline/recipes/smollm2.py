@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from paceline.api import DEFAULT_DRAFTERS, WEIGHTS
 from paceline.train.config import LengthHead, Phase, Refiner, TrainConfig
+from paceline.train.policy_config import OnPolicy
 
 
 def smollm2_dflash(data: tuple[str, ...], run_dir: str = "runs/smollm2-dflash") -> TrainConfig:
@@ -105,4 +106,29 @@ def smollm2_length_head(
         phases=(Phase(share=1.0, block_size=8, anchors_per_row=32),),
         lr=2e-3,
         steps=1000,
+    )
+
+
+def smollm2_adaflash(data: tuple[str, ...], run_dir: str = "runs/smollm2-adaflash") -> TrainConfig:
+    """The packaged drafter on its own rollouts by AdaFlash's mixture; needs a budget of time, not steps.
+
+    Anchors drawn on what was just decoded; the published learning rate.
+    """
+    return smollm2_continued(data, run_dir).replace(
+        loss="adaflash",
+        on_policy=OnPolicy(),
+        phases=(Phase(share=1.0, block_size=8, anchors_per_row=16),),
+        lr=3e-4,
+        steps=2000,
+    )
+
+
+def smollm2_draft_opd(
+    data: tuple[str, ...], run_dir: str = "runs/smollm2-draft-opd"
+) -> TrainConfig:
+    """The packaged drafter replayed where it stood in its own rollouts, by Draft-OPD as published."""
+    return smollm2_adaflash(data, run_dir).replace(
+        loss="draft_opd",
+        on_policy=OnPolicy(anchors="recorded"),
+        phases=(Phase(share=1.0, block_size=8, anchors_per_row=64),),
     )
