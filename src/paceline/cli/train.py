@@ -88,9 +88,11 @@ def train(
     if dry_run:
         show(config)
         return
-    if roll_out:
-        _roll_out(config)
-        return
+    _roll_out(config) if roll_out else _fit(config)
+
+
+def _fit(config: TrainConfig) -> None:
+    """Train with a bar; exit code 143 if a signal ended it before the last step."""
     from paceline.train.fit import fit
 
     with _bar() as (say, progress):

@@ -325,14 +325,24 @@ def calibrate(found: Iterable[Seen]) -> Survival:
                 xs.append(xs[-1])
                 ys.append(ys[-1])
                 continue
-        points = np.array(sorted((s.confidence[k], float(s.accepted > k)) for s in reached))
-        parts = np.array_split(points, min(BINS, len(points)))
-        x = np.array([part[:, 0].mean() for part in parts])
-        y = np.array([part[:, 1].mean() for part in parts])
-        rising = isotonic(x, y, np.array([float(len(part)) for part in parts]))
+        x, y, count = _binned(
+            np.array([s.confidence[k] for s in reached]),
+            np.array([float(s.accepted > k) for s in reached]),
+        )
         xs.append(tuple(x.tolist()))
-        ys.append(tuple(rising.clip(0.01, 0.99).tolist()))
+        ys.append(tuple(isotonic(x, y, count).clip(0.01, 0.99).tolist()))
     return Survival(confidence=tuple(xs), accepted=tuple(ys))
+
+
+def _binned(confidence: Floats, accepted: Floats) -> tuple[Floats, Floats, Floats]:
+    """Mean confidence, mean acceptance and size of bins of about equal size; ties share a bin."""
+    order = np.argsort(confidence, kind="stable")
+    edges = np.quantile(confidence, np.linspace(0, 1, BINS + 1)[1:-1])
+    at = np.searchsorted(np.unique(edges), confidence[order], side="left")
+    _, starts = np.unique(at, return_index=True)
+    counts = np.diff([*starts, len(order)]).astype(float)
+    x, y = (np.add.reduceat(v[order], starts) / counts for v in (confidence, accepted))
+    return x, y, counts
 
 
 def calibration_error(found: Sequence[Seen]) -> list[float]:
