@@ -130,6 +130,8 @@ def test_each_loss_trains_on_rollouts(
     assert ("clip_ratio" in last) == (loss == "adaflash")
     assert not list(records_folder(tmp_path / "run").glob("shard-*")), "covered by the checkpoint"
     assert len(list(versions_folder(tmp_path / "run").glob("v*"))) == 3
+    cached = [path.name for path in (tmp_path / "run").glob("features-*")]
+    assert cached == ["features-rows-held-out"], "records bring their own features"
 
 
 def test_replay_lowers_the_loss_of_what_was_recorded(

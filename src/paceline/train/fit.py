@@ -23,11 +23,13 @@ from typing import Any
 import torch
 
 from paceline.target import parse_dtype
+from paceline.train.capture import Taps
 from paceline.train.checkpoint import Origin, export, load_checkpoint, origin, save_checkpoint
 from paceline.train.config import TrainConfig
 from paceline.train.corpus import Corpus, check_corpus, read_corpus, reasons
 from paceline.train.features import (
     FeatureRow,
+    Online,
     load_frozen,
     load_tokenizer,
     open_features,
@@ -161,6 +163,10 @@ def feature_rows(
         rows, stem = corpus.rows, Path(corpus.path).name.split(".")[0]
         name = stem if stem not in used else f"{stem}-{len(used)}"
         used.add(name)
+        if config.on_policy is not None:  # records bring their own features
+            taps = Taps(target, config.taps)
+            found += [FeatureRow(r, Online(taps, r.tokens)) for r in rows if not r.held_out]
+            rows, name = [row for row in rows if row.held_out], f"{name}-held-out"
         found += open_features(
             rows,
             Path(config.features_dir or config.run_dir) / f"features-{name}",
