@@ -74,7 +74,8 @@ class SamplingParams:
         stop: strings that end the reply; the text is cut before the string, the token ids
             include the token that completed it. Special tokens are no part of the text, so a stop
             string never matches one; name them in ``stop_token_ids``.
-        seed: same seed, same ids, alone or in any batch. None draws a fresh one.
+        seed: same seed, same ids, alone or in any batch (a stage of law ``mixes`` under rejection:
+            in the same batch). None draws a fresh one.
         logits_processors: callables ``(input_ids [1, S], scores [1, V]) -> scores [1, V]`` as in
             transformers; applied at every draft node along that node's own path. They must be
             pure functions of their arguments.
@@ -160,13 +161,16 @@ class Noise:
 
     The number for a position does not depend on how many tokens were drafted or who else is in
     the batch. So a sampled reply under the ``match`` rule is token for token the reply of plain
-    decoding with the same seed, and a row alone equals the row in any batch.
+    decoding with the same seed, and a row alone equals the row in any batch. With ``request`` rows
+    of one seed have numbers of their own: where what others sampled decides what is verified of a
+    row, it must tell nothing of the row's own numbers.
     """
 
     _CHUNK = 256
 
-    def __init__(self, seed: int | None) -> None:
-        self.seed = secrets.randbits(63) if seed is None else seed
+    def __init__(self, seed: int | None, request: int | None = None) -> None:
+        seed = secrets.randbits(63) if seed is None else seed
+        self.seed = f"{seed}" if request is None else f"{seed}/{request}"
         self._streams: dict[str, tuple[np.random.Generator, list[float]]] = {}
 
     def exponentials(self, stream: str, position: int, count: int) -> np.ndarray[Any, Any]:
@@ -324,8 +328,9 @@ class Stage(Protocol):
     """Changes a draft before it is verified.
 
     ``law`` says what that does to ``Draft.probs_BNV``: ``keeps`` (no token is changed, and what is cut
-    depends on nothing that was sampled), ``samples`` (every token is drawn anew, with its law) or
-    ``chooses`` (tokens are changed or looked at: the result has no law).
+    depends on nothing that was sampled this round), ``mixes`` (the same, but it depends on other rows:
+    they need noise of their own), ``samples`` (every token is drawn anew, with its law) or ``chooses``
+    (tokens are changed or looked at: the result has no law).
     """
 
     law: str

@@ -28,6 +28,12 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 _RULES = {"match": match, "rejection": rejection}
 
 
+def check_accept(name: str) -> None:
+    """ValueError for a name that is no accept rule."""
+    if name not in _RULES:
+        raise ValueError(f"accept {name!r} is not one of {', '.join(_RULES)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """A target with or without a drafter, ready to generate. ``drafter`` None is plain decoding.
@@ -44,8 +50,7 @@ class Pipeline:
     stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.accept not in _RULES:
-            raise ValueError(f"accept {self.accept!r} is not one of {', '.join(_RULES)}")
+        check_accept(self.accept)
         if self.accept == "rejection":
             self._check_law()
         taps = self.drafter.taps if self.drafter else ()
@@ -55,10 +60,12 @@ class Pipeline:
     def _check_law(self) -> None:
         """ValueError unless what is verified was sampled from a law that is handed over."""
         known = self.drafter is not None and self.drafter.samples
-        looks = None
+        looks, drawn = None, False
         for stage in self.stages:
             if stage.law == "samples":
-                known, looks = True, None
+                # A second drawing stage has the noise of the first: what looked at that one's tokens
+                # has looked at this one's.
+                known, looks, drawn = True, looks if drawn else None, True
             elif stage.law == "chooses":
                 known, looks = False, stage
         if looks is not None:
@@ -72,6 +79,11 @@ class Pipeline:
                 "accept='rejection' needs a drafter that samples its drafts and gives their "
                 "law; make the drafter with samples=True, or use accept='match'"
             )
+
+    @property
+    def _mixes(self) -> bool:
+        """Whether what is sampled for one row decides what is verified of another."""
+        return self.accept == "rejection" and any(stage.law == "mixes" for stage in self.stages)
 
     def plain(self) -> Pipeline:
         """The same target without a drafter: the baseline."""
@@ -179,7 +191,7 @@ class Pipeline:
             tokens=list(ids),
             prompt_length=len(ids),
             params=params,
-            noise=Noise(seed),
+            noise=Noise(seed, request if self._mixes else None),
             stop_ids=eos | frozenset(params.stop_token_ids),
             limit=min(len(ids) + params.max_tokens, self.target.max_length),
             request=request,

@@ -225,6 +225,69 @@ def test_a_rule_that_looks_at_tokens_and_rejection_are_refused() -> None:
     assert looks(drafter.propose(ctx), ctx).probs_BNV is None
 
 
+class _Served(TableTarget):
+    """What a pipeline asks of a target."""
+
+    num_layers, max_length, vocab_size = 0, 100, 5
+    tokenizer, eos_ids, dtype = None, (), torch.float32
+
+
+class _Past(Sure):
+    """Sure or not by the last committed token."""
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        draft = super().propose(ctx)
+        logits = torch.zeros(*draft.tokens_BN.shape, self.vocab)
+        logits[..., 0] = torch.tensor([[3.0 * row.tokens[-1]] for row in ctx.rows])
+        hints = {**draft.hints, "logits_RNV": logits}
+        return Draft.chain(draft.tokens_BN, draft.sizes_B, draft.probs_BNV, **hints)
+
+
+class _Apart(Pipeline):
+    """The mistake: rows of one seed that share their noise."""
+
+    @property
+    def _mixes(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("kind", [Pipeline, _Apart])
+def test_rows_of_one_seed_tell_nothing_of_each_other(kind: type[Pipeline]) -> None:
+    """Two prompts, the second a token longer: it has used the numbers that the first one will use, and
+    how sure its drafts are, which follows from them, decides how much of the first is verified."""
+    model, other = TableLM.random(5, seed=1), TableLM.random(5, seed=2)
+    dear = Costs(
+        rows_B=(1, 2),
+        drafts_N=(0, 0.5, 1),
+        verify_BN=((1.0, 1.0, 1.0), (1.0, 1.0, 1e3)),
+        draft_B=(0.0, 0.0),
+        context=1,
+        per_cached=0.0,
+    )
+    rule = CostAware(costs=dear, greedy=HALF, sampled=HALF, base=True)
+    pipeline = kind(
+        target=_Served(model),
+        drafter=_Past(TableDrafter(other, block=1), 5),
+        accept="rejection",
+        stages=(Cut(rule),),
+    )
+    counts = np.zeros((5, 5))
+    for seed in range(2500):
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=3, ignore_eos=True)
+        rows = pipeline.rows([[1, 2], [1, 2, 2]], params)
+        for _ in loop.run(pipeline.session(2), rows):
+            pass
+        counts[tuple(rows[0].output[:2])] += 1
+    tests = []
+    for first in range(5):
+        law = shape_probs(model.table_VVV[2, first][None], params)[0].double().numpy()
+        seen = counts[first]
+        if seen.sum() > 100:
+            tests.append(float(chisquare(seen, law * seen.sum() / law.sum()).pvalue))
+    assert tests
+    assert (min(tests) < 1e-6) == (kind is _Apart), tests
+
+
 class _Layers:
     num_layers = 0
 

@@ -43,13 +43,10 @@ def profile(
     import paceline
     from paceline.evaluate.machine import check_device
     from paceline.evaluate.methods import parse_method
-    from paceline.evaluate.profile import measure, profile_key, save
+    from paceline.evaluate.profile import check_drafter, measure, profile_key, save
 
     found = parse_method(method)
-    if found.drafter != "dflash":
-        raise ValueError(
-            f"{method}: only block drafters say how sure they are; name dflash[:FOLDER]"
-        )
+    check_drafter(found)
     if cuts := [name for name, _ in found.stages if name in ("first", "length", "cost")]:
         raise ValueError(f"{method}: leave out {', '.join(cuts)}; whole blocks are measured")
     if limit is not None and limit < 2:
@@ -69,20 +66,24 @@ def profile(
 
 
 def show(found: dict[str, Any]) -> None:
-    """Two tables: milliseconds of a round, and how far survival is off."""
+    """Milliseconds of a round, and how far survival is off."""
     from rich.console import Console
     from rich.table import Table
 
     costs, console = found["costs"], Console()
-    table = Table("rows", *(f"verify {d}" for d in costs["drafts_N"]), "draft")
-    lines = zip(costs["rows_B"], costs["verify_BN"], costs["draft_B"], strict=True)
-    for rows, verify, draft in lines:
-        table.add_row(str(rows), *(f"{1e3 * s:.1f}" for s in (*verify, draft)))
+    verifies = (f"verify {d}" for d in costs["drafts_N"])
+    table = Table("rows", *verifies, "draft greedy", "draft T 1")
+    names = ("rows_B", "verify_BN", "draft_B", "draft_warm_B")
+    for rows, verify, *drafts in zip(*(costs[name] for name in names), strict=True):
+        table.add_row(str(rows), *(f"{1e3 * s:.1f}" for s in (*verify, *drafts)))
     console.print(table)
+    greedy, warm = (1e6 * costs[name] for name in ("node_greedy", "node_warm"))
     console.print(
         f"milliseconds: the target's pass with so many drafts a row at {costs['context']} cached tokens, "
-        f"and drafting; {1e6 * costs['per_cached']:.2f} us more per cached token of a row; between "
-        f"the points interpolation is off by at most {100 * found['grid_error']:.0f} %."
+        f"and drafting for greedy rows and at temperature 1; {1e6 * costs['per_cached']:.2f} us more per "
+        f"cached token of a row; judging drafts takes {greedy:.1f} us per scored node of greedy rows, "
+        f"{warm:.1f} at T 1; between the points interpolation is off by at most "
+        f"{100 * found['grid_error']:.0f} %."
     )
     for name, errors in found["calibration_error"].items():
         shown = ", ".join(f"{100 * error:.1f}" for error in errors)

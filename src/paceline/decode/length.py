@@ -31,7 +31,7 @@ class LengthRule(Protocol):
 
     @property
     def law(self) -> str:
-        """`keeps`, or `chooses` for a rule that looks at sampled tokens."""
+        """`keeps`, `mixes` for a rule that looks at other rows, or `chooses` at sampled tokens."""
 
     def __call__(self, draft: Draft, ctx: DraftContext) -> list[int]:
         """Sizes [B]; 0 is plain decoding for that row. More than there are means all."""
@@ -48,8 +48,9 @@ class Cut:
 
     def __call__(self, draft: Draft, ctx: DraftContext) -> Draft:
         """The draft with its rows cut."""
-        sizes = [min(a, b) for a, b in zip(draft.sizes_B, self.rule(draft, ctx), strict=True)]
-        laws = draft.probs_BNV if self.law == "keeps" else None
+        wanted = self.rule(draft, ctx)
+        sizes = [max(0, min(a, b)) for a, b in zip(draft.sizes_B, wanted, strict=True)]
+        laws = None if self.law == "chooses" else draft.probs_BNV
         return replace(draft, sizes_B=sizes, probs_BNV=laws)
 
 
@@ -76,9 +77,12 @@ class Costs:
 
     ``verify_BN[i][j]`` are seconds of the target's pass over ``rows_B[i]`` rows with ``drafts_N[j]``
     drafts each at ``context`` cached tokens a row; every further cached token costs ``per_cached``.
-    ``draft_B`` are seconds of drafting and refining. Between the points times are interpolated, so
-    steps of the machine's kernels between two of them are missed; beyond the last number of rows time
-    grows in proportion.
+    ``draft_B`` are seconds of drafting and refining greedy rows, ``draft_warm_B`` rows that sample
+    (None: the same); ``node_greedy`` and ``node_warm`` are seconds of the accept rule a scored node.
+    Between the points times are interpolated, so steps of the machine's kernels between two of them are
+    missed; beyond the last number of rows time grows in proportion.
+
+    Raises ValueError for figures that no measurement gives.
     """
 
     rows_B: tuple[int, ...]
@@ -87,6 +91,26 @@ class Costs:
     draft_B: tuple[float, ...]
     context: int
     per_cached: float
+    draft_warm_B: tuple[float, ...] | None = None
+    node_greedy: float = 0.0
+    node_warm: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("rows_B", 1), ("drafts_N", 0)):
+            grid = _figures(name, getattr(self, name))
+            if grid.ndim != 1 or not grid.size or grid[0] < least or (np.diff(grid) <= 0).any():
+                raise ValueError(f"{name} must be numbers from {least} on that rise")
+        B, N = len(self.rows_B), len(self.drafts_N)
+        shapes: dict[str, tuple[int, ...]] = {"verify_BN": (B, N), "draft_B": (B,)}
+        shapes |= dict.fromkeys(("context", "per_cached", "node_greedy", "node_warm"), ())
+        if self.draft_warm_B is not None:
+            shapes["draft_warm_B"] = (B,)
+        for name, shape in shapes.items():
+            found = _figures(name, getattr(self, name))
+            if found.shape != shape:
+                raise ValueError(f"{name} must have shape {shape}; got {found.shape}")
+            if (found < 0).any() or (name == "verify_BN" and (found == 0).any()):
+                raise ValueError(f"{name} holds times that are not positive")
 
     def verify(self, rows: int, drafts_T: Floats, cached: int) -> Floats:
         """Seconds with each number of drafts of all rows together, ``cached`` tokens of all rows."""
@@ -95,9 +119,15 @@ class Costs:
         base = self._at(rows, np.stack(curves))
         return np.maximum(base + self.per_cached * (cached - rows * self.context), 1e-9)
 
-    def draft(self, rows: int) -> float:
-        """Seconds of drafting for so many rows."""
-        return float(self._at(rows, np.asarray(self.draft_B, float)))
+    def draft(self, rows: int, warm: float = 0.0) -> float:
+        """Seconds of drafting for so many rows, a share ``warm`` of which samples."""
+        cold = np.asarray(self.draft_B, float)
+        hot = cold if self.draft_warm_B is None else np.asarray(self.draft_warm_B, float)
+        return float(self._at(rows, (1 - warm) * cold + warm * hot))
+
+    def node(self, warm: float) -> float:
+        """Seconds of judging one scored node, where a share ``warm`` of the rows samples."""
+        return (1 - warm) * self.node_greedy + warm * self.node_warm
 
     def _at(self, rows: int, values: Floats) -> Floats:
         """``values`` [grid rows, ...] at a number of rows."""
@@ -109,6 +139,17 @@ class Costs:
             return np.asarray(values[0])
         share = (rows - grid[above - 1]) / (grid[above] - grid[above - 1])
         return np.asarray((1 - share) * values[above - 1] + share * values[above])
+
+
+def _figures(name: str, value: Any) -> Floats:
+    """The array of nested numbers; ValueError for ragged ones and for what is no finite number."""
+    try:
+        found = np.asarray(value)
+    except ValueError:
+        raise ValueError(f"{name} has lines of different lengths") from None
+    if found.size and (found.dtype.kind not in "fiu" or not np.isfinite(found).all()):
+        raise ValueError(f"{name} holds something that is no finite number")
+    return found.astype(float)
 
 
 def best_lengths(survival_BN: Floats, seconds_T: Floats, idle: int = 0) -> tuple[list[int], Floats]:
@@ -155,10 +196,24 @@ class Survival:
 
     ``confidence[k]`` and ``accepted[k]`` are points of a rising curve for slot k + 1; a slot beyond them
     has the last curve.
+
+    Raises ValueError for points that are no such curves.
     """
 
     confidence: tuple[tuple[float, ...], ...]
     accepted: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.confidence or len(self.confidence) != len(self.accepted):
+            raise ValueError("confidence and accepted must have a line for every slot")
+        for xs, ys in zip(self.confidence, self.accepted, strict=True):
+            x, y = _figures("confidence", xs), _figures("accepted", ys)
+            if x.ndim != 1 or not x.size or x.shape != y.shape:
+                raise ValueError("confidence and accepted must be points of one curve a slot")
+            if (np.diff(x) < 0).any():
+                raise ValueError("confidence falls along a slot's curve")
+            if (y < 0).any() or (y > 1).any():
+                raise ValueError("accepted must be chances in [0, 1]")
 
     def __call__(self, confidence_BN: Floats) -> Floats:
         """Survival [B, N]: the running product of calibrated chances."""
@@ -247,7 +302,7 @@ class CostAware:
     """The lengths with the most expected committed tokens per measured second, over all rows.
 
     ``greedy`` and ``sampled`` are calibrations for rows at temperature 0 and above. With ``base`` it
-    looks at the drafter's first logits only, which do not depend on what was sampled: the law is kept.
+    looks at the drafter's first logits only, which do not depend on what is sampled this round.
     """
 
     costs: Costs
@@ -255,11 +310,12 @@ class CostAware:
     sampled: Survival
     base: bool = False
     name: str = "cost"
+    profile: str = ""  # a short hash of the file that the figures come from
 
     @property
     def law(self) -> str:
-        """`keeps` if it looks at first logits only."""
-        return "keeps" if self.base else "chooses"
+        """`mixes` if it looks at first logits only: those of other rows tell what these sampled before."""
+        return "mixes" if self.base else "chooses"
 
     def __call__(self, draft: Draft, ctx: DraftContext) -> list[int]:
         """Sizes [B]; rows that were not drafted stay so. Tells the session's pace what it saw."""
@@ -273,10 +329,13 @@ class CostAware:
         survival = self._survival(found[[i for i, _ in live]], chosen)
         rows = len(ctx.rows)
         cached = sum(len(row.tokens) for row in ctx.rows)
-        seconds = self.costs.verify(rows, np.arange(survival.size + 1.0), cached)
+        warm = sum(row.params.temperature > 0 for row in ctx.rows) / rows
+        drafts_T = np.arange(survival.size + 1.0)
+        seconds = self.costs.verify(rows, drafts_T, cached)
+        seconds = seconds + self.costs.node(warm) * (rows + drafts_T)
         kept, tokens = best_lengths(survival, seconds, rows - len(live))
         if isinstance(ctx.state, SparingState):
-            drafted = float((tokens / (seconds + self.costs.draft(rows))).max())
+            drafted = float((tokens / (seconds + self.costs.draft(rows, warm))).max())
             ctx.state.pace.seen(drafted / float(tokens[0] / seconds[0]), rows)
         sizes = [0] * len(draft.sizes_B)
         for (_, b), size in zip(live, kept, strict=True):

@@ -46,6 +46,7 @@ class AdaLength:
         windows = (
             (self.head(states) * states.shape[1] * self.rate).round().clamp(1, states.shape[1])
         )
-        for b, window in zip(draft.hints["ready"], windows.int().tolist(), strict=True):
-            sizes[b] = min(sizes[b], window - 1)
+        for b, window in zip(draft.hints["ready"], windows.tolist(), strict=True):
+            if sizes[b] > 0:  # a row whose states are NaN is decoded plainly already
+                sizes[b] = min(sizes[b], int(window) - 1)
         return sizes

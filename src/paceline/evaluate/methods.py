@@ -19,7 +19,7 @@ from paceline.decode.length import Cut, First, Sparing
 from paceline.drafters.length import AdaLength
 from paceline.drafters.refine import Refine
 from paceline.evaluate.profile import cost_rule
-from paceline.pipeline import Pipeline
+from paceline.pipeline import Pipeline, check_accept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +154,7 @@ class Method:
         With ``accept="rejection"`` drafts are sampled: by the first stage if that draws anew.
         """
         if self.drafter == "plain":
+            check_accept(accept)
             return Pipeline(target=target)
         anew = bool(self.stages) and self.stages[0][0] in REFINERS
         samples = accept == "rejection" and not anew
@@ -198,6 +199,7 @@ def parse_method(text: str) -> Method:
         raise ValueError("model needs the smaller model: model:NAME")
     if choice is not None and drafter in ("plain", "ngram"):
         raise ValueError(f"{drafter} takes nothing after ':'; got {text!r}")
+    _check_order(text, [name for name, _ in stages])
     if drafter == "plain" and stages:
         raise ValueError(f"plain decoding has no stages; got {text!r}")
     if drafter == "dflash" and choice is not None:
@@ -208,6 +210,18 @@ def parse_method(text: str) -> Method:
                 f"{SEPARATORS}"
             )
     return Method(text=text, drafter=drafter, choice=choice, stages=stages)
+
+
+def _check_order(text: str, names: Sequence[str]) -> None:
+    """ValueError for stages that would undo or repeat each other: a refiner, cuts, `cost` at last."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{text!r} has {', '.join(twice)} twice; name each stage once")
+    if len(refiners := [name for name in names if name in REFINERS]) > 1:
+        raise ValueError(f"{text!r}: {' and '.join(refiners)} refine the same block; take one")
+    if refiners and names[0] != refiners[0]:
+        raise ValueError(f"{text!r}: {names[0]} judges the refined block; name {refiners[0]} first")
+    if "cost" in names and names[-1] != "cost":
+        raise ValueError(f"{text!r}: cost chooses among what the others leave; name it last")
 
 
 def _pair(text: str, part: str) -> tuple[str, str | None]:

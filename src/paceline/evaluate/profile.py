@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,14 +32,16 @@ from paceline.decode.length import (
     looked_at,
 )
 from paceline.decode.loop import run
+from paceline.decode.warp import warp
 from paceline.evaluate.machine import environment
 from paceline.evaluate.tasks import load_tasks
 from paceline.gguf import cache_root
 from paceline.pipeline import Pipeline
 
-FORMAT = 1
+FORMAT = 2
 ROWS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (64, 256, 768)  # the middle one carries the grid
+SMALLEST = 16  # the last of them where positions are few
 REPEATS = 5
 TOKENS = 64  # of a calibration reply
 BINS = 16
@@ -68,7 +71,7 @@ class Named(Protocol):
 def profile_key(target: Any, method: Named, accept: str) -> dict[str, Any]:
     """Everything that the figures depend on; stages that choose lengths do not count."""
     found = environment(target)
-    stages = ["+".join(filter(None, pair)) for pair in method.stages if pair[0] not in _LENGTHS]
+    stages = [":".join(filter(None, pair)) for pair in method.stages if pair[0] not in _LENGTHS]
     return {
         "format": FORMAT,
         **{name: found[name] for name in _KEPT},
@@ -89,24 +92,64 @@ def profile_path(key: dict[str, Any]) -> Path:
     return cache_root() / "profile" / f"{name}.json"
 
 
+def check_drafter(method: Named) -> None:
+    """ValueError for a drafter whose drafts carry no logits: there is nothing to calibrate."""
+    if method.drafter != "dflash":
+        raise ValueError(
+            f"{method.text}: only block drafters say how sure they are; name dflash[:FOLDER]"
+        )
+
+
 def cost_rule(target: Any, method: Named, accept: str) -> CostAware:
     """The cost-aware rule from the cached profile.
 
-    Raises ValueError where there is none, naming the command that measures it, or it is damaged.
+    Raises ValueError where there is none, naming the command that measures it, or it is damaged, and
+    for a drafter that cannot have one.
     """
+    check_drafter(method)
     key = profile_key(target, method, accept)
     path = profile_path(key)
-    bare = "+".join(method.text.split("+")[:1] + key["stages"])
-    command = f"paceline profile --target {target.name} --method {bare} --accept {accept}"
-    if not path.exists():
-        raise ValueError(f"nothing is known of {bare} on this machine; measure it once: {command}")
+    bare = "+".join([method.text.split("+")[0], *key["stages"]])
+    command = _command(target, bare, accept)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        found = json.loads(data)
+        if found["key"] != key:
+            raise ValueError("its key is another one")
+        if set(found["costs"]) != {field.name for field in fields(Costs)}:
+            raise ValueError("its costs have other names")
         costs = Costs(**_tuples(found["costs"]))
+        if costs.draft_warm_B is None:
+            raise ValueError("draft_warm_B is missing")
         greedy, sampled = (Survival(**_tuples(found[name])) for name in ("greedy", "sampled"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"nothing is known of {bare} on this machine; measure it once: {command}"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}); measure again: {command}") from None
-    return CostAware(costs=costs, greedy=greedy, sampled=sampled, base=accept == "rejection")
+    return CostAware(
+        costs=costs,
+        greedy=greedy,
+        sampled=sampled,
+        base=accept == "rejection",
+        profile=hashlib.sha256(data).hexdigest()[:16],
+    )
+
+
+def _command(target: Any, bare: str, accept: str) -> str:
+    """What measures this method on this target as it runs, for a shell."""
+    here = environment(target)
+    options = {
+        "target": target.name,
+        "method": bare,
+        "accept": accept,
+        "dtype": here["dtype"],
+        "device": target.device,  # with its number: another one may be another model
+        "threads": here["threads"],
+    }
+    said = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in options.items())
+    return f"paceline profile {said}"
 
 
 def _tuples(value: Any) -> Any:
@@ -140,70 +183,99 @@ def save(found: dict[str, Any]) -> Path:
     """Write a profile to the cache; it appears whole or not at all."""
     path = profile_path(found["key"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        json.dump(found, stream, indent=1, allow_nan=False)
-    os.replace(name, path)
+    work = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        work.write_text(json.dumps(found, indent=1, allow_nan=False), encoding="utf-8")
+        os.replace(work, path)
+    except BaseException:
+        work.unlink(missing_ok=True)
+        raise
     return path
+
+
+def contexts(pipeline: Pipeline) -> tuple[int, int, int]:
+    """Context lengths to measure at: ``CONTEXTS``, or less where target or drafter end before.
+
+    Raises ValueError where not even ``SMALLEST`` tokens and a block fit.
+    """
+    drafter: Any = pipeline.drafter
+    block: int = drafter.config.block_size
+    limit = min(pipeline.target.max_length, drafter.config.max_position_embeddings)
+    if limit < SMALLEST + block:
+        raise ValueError(
+            f"target and drafter have {limit} positions: too few to measure blocks of {block} behind "
+            f"{SMALLEST} tokens"
+        )
+    parts = zip(CONTEXTS, (4, 2, 1), strict=True)
+    low, middle, high = (min(context, (limit - block) // part) for context, part in parts)
+    return low, middle, high
 
 
 def measure_costs(
     pipeline: Pipeline, progress: Progress, rows: Sequence[int] | None = None
 ) -> tuple[Costs, float]:
-    """Seconds of verifying and of drafting on a grid, and the largest error of interpolation.
+    """Seconds of verifying, drafting and judging, and the largest error of interpolation.
 
-    Repeats go around the whole grid, so that a slow minute of the machine does not fall on one point;
-    the medians count. The error is that of points between the grid's, relative.
+    Verifying is measured on a grid; the error is that of points between the grid's, relative.
     """
     drafter: Any = pipeline.drafter
-    rows = rows or ROWS
+    rows, most = rows or ROWS, (rows or ROWS)[-1]
+    low, middle, high = contexts(pipeline)
     width = drafter.config.block_size - 1
     drafts = tuple(sorted({0, 1, max(1, width // 4), max(1, width // 2), width}))
     between = [(r, width - 1) for r in rows[1:-1:2] if width > 2]
-    points = [(r, d, CONTEXTS[1]) for r in rows for d in drafts]
-    points += [(r, d, CONTEXTS[1]) for r, d in between]
-    points += [(rows[-1], 0, CONTEXTS[0]), (rows[-1], 0, CONTEXTS[2])]
-    seconds: dict[Any, list[float]] = {}
-    total, done = len(points) + len(rows), 0
+    points = [(r, d, middle) for r in rows for d in drafts]
+    points += [(r, d, middle) for r, d in between]
+    points += [(most, 0, low), (most, 0, high)]
     with torch.inference_mode():
         benches = {(r, c): _Bench(pipeline, r, c) for r, _, c in points}
-        for _ in range(REPEATS):
-            for r, d, c in points:
-                seconds.setdefault((r, d, c), []).append(benches[r, c].verify(d))
-            for r in rows:
-                seconds.setdefault(r, []).append(benches[r, CONTEXTS[1]].draft())
-            done += 1
-            progress(f"{total} costs", done, REPEATS)
-    middle = {point: statistics.median(times) for point, times in seconds.items()}
-    low, high = (middle[rows[-1], 0, c] for c in (CONTEXTS[0], CONTEXTS[2]))
-    slope = (high - low) / (rows[-1] * (CONTEXTS[2] - CONTEXTS[0]))
+        timed: dict[Any, Callable[[], float]]
+        timed = {(r, d, c): partial(benches[r, c].verify, d) for r, d, c in points}
+        for warm in (False, True):
+            timed |= {("draft", r, warm): partial(benches[r, middle].draft, warm) for r in rows}
+            timed["node", warm] = partial(benches[rows[len(rows) // 2], middle].node, warm)
+        took = _medians(timed, progress)
+    slope = (took[most, 0, high] - took[most, 0, low]) / (most * (high - low))
     costs = Costs(
         rows_B=tuple(rows),
         drafts_N=drafts,
-        verify_BN=tuple(tuple(middle[r, d, CONTEXTS[1]] for d in drafts) for r in rows),
-        draft_B=tuple(middle[r] for r in rows),
-        context=CONTEXTS[1],
+        verify_BN=tuple(tuple(took[r, d, middle] for d in drafts) for r in rows),
+        draft_B=tuple(took["draft", r, False] for r in rows),
+        draft_warm_B=tuple(took["draft", r, True] for r in rows),
+        node_greedy=took["node", False],
+        node_warm=took["node", True],
+        context=middle,
         per_cached=max(0.0, slope),
     )
     errors = [0.0]
     for r, d in between:
-        guess = costs.verify(r, np.array([float(r * d)]), r * CONTEXTS[1])[0]
-        errors.append(abs(float(guess) / middle[r, d, CONTEXTS[1]] - 1))
+        guess = costs.verify(r, np.array([float(r * d)]), r * middle)[0]
+        errors.append(abs(float(guess) / took[r, d, middle] - 1))
     return costs, max(errors)
 
 
+def _medians(timed: Mapping[Any, Callable[[], float]], progress: Progress) -> dict[Any, float]:
+    """Repeats go around everything, so that a slow minute of the machine does not fall on one point."""
+    seconds: dict[Any, list[float]] = {what: [] for what in timed}
+    for done in range(REPEATS):
+        for what, once in timed.items():
+            seconds[what].append(once())
+        progress(f"{len(timed)} costs", done + 1, REPEATS)
+    return {what: statistics.median(times) for what, times in seconds.items()}
+
+
 class _Bench:
-    """Rows with a context of random tokens, scored and drafted again and again."""
+    """Rows with a context of random tokens, drafted, scored and judged again and again."""
 
     def __init__(self, pipeline: Pipeline, rows: int, context: int) -> None:
         self.pipeline, self.target = pipeline, pipeline.target
         generator = torch.Generator().manual_seed(rows)
-        params = SamplingParams(max_tokens=64)
         self.rows = []
         for slot in range(rows):
             ids = torch.randint(0, self.target.vocab_size, (context + 1,), generator=generator)
-            self.rows.append(_row(slot, ids.tolist(), params))
+            self.rows.append(_row(slot, ids.tolist(), _GREEDY))
         self.cache = self.target.new_cache(rows)
+        self.accept = pipeline.session(1).accept
         drafter: Any = pipeline.drafter
         self.state = drafter.new_state(rows)
         for row in self.rows:  # one at a time: a context of all rows at once may not fit
@@ -213,27 +285,52 @@ class _Bench:
             row.features.append(scored.taps_TF)
             self.cache.lengths[row.slot] = len(row.tokens)
             row.tokens.append(last)
-        self.draft()  # takes the features in
+        self._drafted(warm=False)  # takes the features in
 
     def verify(self, drafts: int) -> float:
         """Seconds of one pass over every row's root and so many drafts."""
         B = len(self.rows)
         draft = Draft.chain(torch.ones(B, drafts, dtype=torch.int64), [drafts] * B)
-        drafter: Any = self.pipeline.drafter
         began = time.perf_counter()
-        scored = self.target.score(draft, self.rows, self.cache, drafter.taps)
-        float(scored.logits_TV[-1, 0])  # waits for an accelerator
+        self._logits(draft)
         return time.perf_counter() - began
 
-    def draft(self) -> float:
-        """Seconds of drafting for all rows, stages included."""
+    def draft(self, warm: bool) -> float:
+        """Seconds of drafting for all rows, stages included; ``warm`` rows have temperature 1."""
+        began = time.perf_counter()
+        self._drafted(warm)
+        return time.perf_counter() - began
+
+    def node(self, warm: bool) -> float:
+        """Seconds of the target's laws and the accept rule for one scored node of whole blocks."""
+        draft = self._drafted(warm)
+        logits_TV = self._logits(draft)
+        began = time.perf_counter()
+        self.accept(draft, warp(logits_TV, draft, self.rows), self.rows)
+        return (time.perf_counter() - began) / len(logits_TV)
+
+    def _logits(self, draft: Draft) -> torch.Tensor:
+        drafter: Any = self.pipeline.drafter
+        scored = self.target.score(draft, self.rows, self.cache, drafter.taps)
+        logits_TV: torch.Tensor = scored.logits_TV
+        float(logits_TV[-1, 0])  # waits for an accelerator
+        return logits_TV
+
+    def _drafted(self, warm: bool) -> Draft:
+        for row in self.rows:
+            row.params = _WARM if warm else _GREEDY
         ctx, drafter = DraftContext(rows=self.rows, state=self.state), self.pipeline.drafter
         assert drafter is not None
-        began = time.perf_counter()
         draft = drafter.propose(ctx)
         for stage in self.pipeline.stages:
             draft = stage(draft, ctx)
-        return time.perf_counter() - began
+        if not all(draft.sizes_B):
+            raise ValueError("nothing was drafted for some rows: what drafting costs is not known")
+        return draft
+
+
+_GREEDY = SamplingParams(max_tokens=64)
+_WARM = SamplingParams(max_tokens=64, temperature=1.0, seed=0)  # rows have noise of their own
 
 
 def _row(slot: int, tokens: list[int], params: SamplingParams) -> Row:

@@ -168,6 +168,8 @@ def check_distribution(
     pipeline: Pipeline, prompt: Any, params: SamplingParams, samples: int
 ) -> dict[str, Any]:
     """The distribution test as figures; ValueError where it would say nothing."""
+    if pipeline.drafter is None:
+        raise ValueError("without a drafter there is nothing to verify")
     if params.temperature == 0 or samples < 100:
         raise ValueError("the distribution test needs temperature > 0 and samples >= 100")
     rows = distribution(pipeline, prompt, params, samples=samples)

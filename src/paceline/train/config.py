@@ -105,7 +105,8 @@ class Refiner:
 class LengthHead:
     """AdaFlash's length head behind the drafter, trained on what the drafts of a block are worth.
 
-    ``alone`` trains nothing else: the drafter, and a refiner it may have, stay as they are.
+    ``alone`` trains nothing else: the drafter of ``init_from``, its words and a refiner it may have stay
+    as they are.
     """
 
     bottleneck: int = 64
@@ -247,7 +248,8 @@ class TrainConfig:
     def needs_teacher(self) -> bool:
         """Whether the loss looks at the target's distribution along the text."""
         known = self.loss in ("kl", "tv", "adaflash")
-        return known or (self.refiner is not None and self.refiner.tv > 0)
+        refined = self.refiner is not None and self.refiner.tv > 0
+        return known or (refined and not self.heads_only)
 
     @property
     def heads_only(self) -> bool:

@@ -42,7 +42,7 @@ from paceline.train.policy import supervise
 from paceline.train.ranks import Ranks, join_processes, only_run
 from paceline.train.served import Served, served_estimate
 from paceline.train.sources import Source, Stopped
-from paceline.train.start import check_start, drafter_shape
+from paceline.train.start import as_it_stands, check_start, drafter_shape, left_behind
 from paceline.train.trainee import Trainee, make_trainee
 
 _LOG_EVERY = 50
@@ -218,10 +218,13 @@ def fit(
         log = RunLog(run, first=ranks.first, say=say, progress=progress)
         dtype = parse_dtype(config.compute, ranks.device)
         target = load_frozen(config.target, dtype).to(ranks.device)
-        config = _within_context(config, target, log)
+        config = _within_context(as_it_stands(config), target, log)
         corpora = read_rows(config)
         _check_rows(corpora, target, log)
-        check_start(config, drafter_shape(config, target.config))
+        shape = drafter_shape(config, target.config)
+        check_start(config, shape)
+        if gone := left_behind(config, shape):
+            log.say(f"{config.init_from}: its {' and '.join(gone)} does not go on in this run")
         made = origin(config, target, corpora)
         checkpoint = run / "checkpoint.pt"
         rows = feature_rows(config, target, corpora, log)

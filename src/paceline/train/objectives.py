@@ -56,8 +56,8 @@ def batch_loss(
         if config.length_head is not None:
             labels = supervised.labels_RAk.flatten(0, 1).to(device)
             right = best_drafts(states_nbD, head, prev, refined) == labels
-            weight = supervised.total_RAk.flatten(0, 1)[:, 0].to(device).gt(0).float()
-            loss = loss + _length_loss(drafter, states_nbD, leading_run(right), weight)
+            weights = supervised.blocks_RA.flatten().to(device)
+            loss = loss + _length_loss(drafter, states_nbD, leading_run(right), weights)
         return loss
 
     loss: Tensor = trainee.model(blocks, features, finish)
@@ -146,13 +146,13 @@ def best_drafts(
 
 
 def _length_loss(
-    drafter: DFlashModule, states_nbD: Tensor, runs_n: Tensor, weight: Tensor
+    drafter: DFlashModule, states_nbD: Tensor, runs_n: Tensor, weights_n: Tensor
 ) -> Tensor:
-    """Squared error of the predicted share; its truth is the anchor and the accepted drafts, over b.
+    """Weighed squared error of the predicted share; its truth: the anchor and accepted drafts, over b.
 
     States are detached: what a block is worth does not teach the drafter.
     """
     length: Any = drafter.get_submodule("thresh_head_two_model")
     shares = length(states_nbD.detach())
     truth = (runs_n + 1) / states_nbD.shape[1]
-    return ((shares - truth).square() * weight).sum() / weight.sum().clamp_min(1)
+    return ((shares - truth).square() * weights_n).sum()

@@ -33,7 +33,7 @@ from paceline.train.trainee import Head, Trainee
 
 @dataclass(frozen=True, kw_only=True)
 class Supervised:
-    """Labels and weights [R, A, k] of some rows' blocks; weights sum to 1 over the whole step.
+    """Labels and weights [R, A, k] of some rows' blocks; each kind of weight sums to 1 over the step.
 
     ``rejected_RAk`` are the weights of rejected drafts, where the loss looks at them: at the correction's
     slot both may stand. ``weight_sum`` is the whole step's sum before the division.
@@ -41,6 +41,7 @@ class Supervised:
 
     labels_RAk: Tensor  # rows of the head, below 0 where there is none
     weights_RAk: Tensor
+    blocks_RA: Tensor  # weights of whole blocks, also of those whose first word no draft can be
     weight_sum: float
     rejected_RAk: Tensor | None = None
     rounds: Rounds | None = None
@@ -54,6 +55,7 @@ class Supervised:
             self,
             labels_RAk=self.labels_RAk[at],
             weights_RAk=self.weights_RAk[at] * weigh,
+            blocks_RA=self.blocks_RA[at] * weigh,
             rejected_RAk=None if rejected is None else rejected[at] * weigh,
             rounds=None if self.rounds is None else self.rounds.take(at),
         )
@@ -70,12 +72,15 @@ def supervise(
 ) -> Supervised:
     """Supervision of all blocks of a step; ``rounds`` are needed for the losses of judged drafts."""
     labels, keep = head.labels(blocks), blocks.keep_RA[..., None]
+    whole_RA = (blocks.keep_RA & (blocks.labels_RAk[..., 0] >= 0)).float()
+    whole_RA /= whole_RA.sum().clamp_min(1)
     if not config.loss.startswith("draft_opd"):
         weights = position_weights(labels, config.gamma) * keep
         total = weights.sum()
         return Supervised(
             labels_RAk=labels,
             weights_RAk=weights / total.clamp_min(1e-9),
+            blocks_RA=whole_RA,
             weight_sum=float(total),
             rounds=rounds,
         )
@@ -98,6 +103,7 @@ def supervise(
     return Supervised(
         labels_RAk=labels,
         weights_RAk=first,
+        blocks_RA=whole_RA,
         weight_sum=float(total),
         rejected_RAk=second,
         rounds=rounds,

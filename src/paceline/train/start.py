@@ -19,7 +19,7 @@ from paceline.drafters.dflash import (
     load_dflash,
     read_config,
 )
-from paceline.train.config import TrainConfig
+from paceline.train.config import Refiner, TrainConfig
 from paceline.train.features import FeatureRow
 
 _MUST_AGREE = (  # what the weights of an earlier drafter were trained with
@@ -153,6 +153,59 @@ def check_start(config: TrainConfig, shape: DFlashConfig) -> None:
             raise ValueError(f"{config.init_from} has {name} {old}, this run {new}")
 
 
+def left_behind(config: TrainConfig, shape: DFlashConfig) -> list[str]:
+    """The heads of ``init_from`` that a run of this shape does not go on with; reads its config only."""
+    if not config.init_from:
+        return []
+    theirs = read_config(config.init_from)
+    sizes = {
+        "markov head": "markov_rank",
+        "xpress head": "xpress_rank",
+        "length head": "thresh_head_bottleneck_dim",
+    }
+    had = {name: getattr(theirs, field) for name, field in sizes.items()}
+    return [name for name, size in had.items() if size and size != getattr(shape, sizes[name])]
+
+
+def as_it_stands(config: TrainConfig) -> TrainConfig:
+    """For a length head alone: the settings with the words and the refiner of the drafter behind which
+    it is trained.
+
+    Raises ValueError for another block size or refiner than that drafter's.
+    """
+    if not config.heads_only:
+        return config
+    theirs = read_config(str(config.init_from))
+    found = [
+        Refiner(kind=kind, rank=rank, tv=0.0, free_sweeps=0, **more)
+        for kind, rank, more in (
+            ("markov", theirs.markov_rank, {}),
+            (
+                "xpress",
+                theirs.xpress_rank,
+                {"mlp_ratio": theirs.xpress_mlp_ratio, "passes": theirs.num_jacobi_passes},
+            ),
+        )
+        if rank
+    ]
+    if len(found) > 1:
+        raise ValueError(f"{config.init_from} has two refiners; a run has one")
+    refiner = found[0] if found else None
+    mine = config.refiner
+    if mine is not None and (refiner is None or (mine.kind, mine.rank) != (refiner.kind, refiner.rank)):
+        has = "none" if refiner is None else f"{refiner.kind} of rank {refiner.rank}"
+        raise ValueError(
+            f"a length head alone leaves the refiner as it is, and {config.init_from} has {has}: "
+            "leave refiner out"
+        )
+    if theirs.block_size != config.block_size:
+        raise ValueError(
+            f"{config.init_from} drafts blocks of {theirs.block_size}: set block_size and the "
+            "block_size of every phase to that"
+        )
+    return config.replace(refiner=refiner, draft_vocab_size=theirs.draft_vocab_size)
+
+
 @torch.no_grad()
 def start_module(
     config: TrainConfig, shape: DFlashConfig, target: Any, rows: Sequence[FeatureRow], rms: Tensor
@@ -202,10 +255,13 @@ def kept_names(theirs: DFlashModule, shape: DFlashConfig) -> list[str]:
 
 
 def kept_vocabulary(config: TrainConfig, shape: DFlashConfig) -> Tensor | None:
-    """The draft vocabulary [V'] of an earlier drafter whose refiner goes on: its rows belong to it."""
-    if not config.init_from or config.refiner is None:
+    """The draft vocabulary [V'] of an earlier drafter that stays, or whose refiner goes on."""
+    if not config.init_from or (config.refiner is None and not config.heads_only):
         return None
     _, theirs, d2t = load_dflash(config.init_from)
+    if config.heads_only:
+        return None if d2t is None else draft_to_target(d2t)
+    assert config.refiner is not None
     head = f"{config.refiner.kind}_head."
     if d2t is None or not any(name.startswith(head) for name in kept_names(theirs, shape)):
         return None

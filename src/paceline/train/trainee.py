@@ -220,7 +220,8 @@ def make_trainee(
     if config.needs_teacher or judges:
         check_head(target, torch.from_numpy(rows[0].row.tokens))
     last = LastStates(target, max(config.taps)) if config.needs_teacher else None
-    rms = feature_scales(rows[:256])
+    # Rows of an on-policy run are captured for this alone.
+    rms = feature_scales(rows[: 256 if config.on_policy is None else 32])
     if not rms.isfinite().all():
         raise ValueError("the target's tapped states hold NaN or infinity; try compute=fp32")
     drafter = start_module(config, shape, target, rows, rms).float()
