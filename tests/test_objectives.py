@@ -27,6 +27,7 @@ from paceline.train.features import FeatureRow
 from paceline.train.fit import fit
 from paceline.train.losses import ce_rule, distance_rule, mixed_rule, refined_head_loss
 from paceline.train.objectives import best_drafts, previous_ids
+from paceline.train.policy import supervise
 from paceline.train.trainee import Head, row_of
 from tiny import tiny_model
 
@@ -217,12 +218,13 @@ def test_words_that_a_phase_leaves_out_get_no_bias(
 def test_a_length_head_alone_leaves_the_drafter_as_it_was(
     corpus: tuple[str, str], tmp_path: Path
 ) -> None:
+    """Refiner and words are the drafter's, whatever the recipe says of them."""
     first = fit(setting(corpus, tmp_path / "a", refiner=REFINERS["xpress"]), say=lambda _: None)
     config = setting(
         corpus,
         tmp_path / "b",
-        refiner=REFINERS["xpress"],
         length_head=LengthHead(bottleneck=16, alone=True),
+        draft_vocab_size=50,
         init_from=str(first.drafter),
         steps=80,
     )
@@ -236,6 +238,54 @@ def test_a_length_head_alone_leaves_the_drafter_as_it_was(
             assert torch.equal(weight, after.state_dict()[name]), name
     losses = [entry["loss"] for entry in log_of(tmp_path / "b") if "loss" in entry]
     assert 0 <= losses[-1] < 0.2
+    for changes, match in (
+        ({"refiner": REFINERS["markov"]}, "has xpress of rank 8: leave refiner out"),
+        ({"phases": (Phase(share=1.0, block_size=3, anchors_per_row=6),)}, "blocks of 4"),
+    ):
+        if "phases" in changes:
+            changes = {**changes, "block_size": 3}
+        with pytest.raises(ValueError, match=match):
+            fit(config.replace(run_dir=str(tmp_path / "c"), **changes), say=lambda _: None)
+
+
+def test_a_run_says_which_heads_it_leaves_behind(corpus: tuple[str, str], tmp_path: Path) -> None:
+    first = fit(setting(corpus, tmp_path / "a", refiner=REFINERS["xpress"]), say=lambda _: None)
+    for changes, told in (({}, True), ({"refiner": REFINERS["xpress"]}, False)):
+        said: list[str] = []
+        config = setting(corpus, tmp_path / f"b{told}", init_from=str(first.drafter), steps=1)
+        fit(config.replace(**changes), say=said.append)
+        assert any("xpress head does not go on" in line for line in said) == told
+
+
+def test_parts_of_a_step_weigh_what_the_whole_does(corpus: tuple[str, str], tmp_path: Path) -> None:
+    """The same gradient norm in one part and in three, for the sum of both losses."""
+    norms = []
+    for parts in (1, 3):
+        config = setting(
+            corpus,
+            tmp_path / str(parts),
+            length_head=LengthHead(bottleneck=16),
+            micro_batches=parts,
+            steps=1,
+        )
+        fit(config, say=lambda _: None)
+        norms.append([e for e in log_of(tmp_path / str(parts)) if "loss" in e][0])
+    for name in ("loss", "grad_norm"):
+        assert norms[0][name] == pytest.approx(norms[1][name], rel=1e-4)
+
+
+def test_blocks_whose_first_word_no_draft_can_be_count_for_their_length(
+    corpus: tuple[str, str],
+) -> None:
+    tokens = np.arange(10, 22).astype(np.int32)
+    row = Row(tokens=tokens, start=3, source="", temperature=0.0, held_out=False)
+    blocks = make_blocks([row], anchors=8, block_size=4, choose=every)
+    known = torch.tensor([*range(10, 15), *range(16, 22)])
+    head = Head(torch.randn(len(known), D), row_of(known, V), known)
+    found = supervise(setting(corpus, Path("unused")), head, blocks)
+    unknown = (blocks.labels_RAk[0, :, 0] == 15).nonzero().item()
+    assert found.blocks_RA[0, unknown] > 0 and found.weights_RAk[0, unknown, 0] == 0
+    assert found.blocks_RA.sum() == pytest.approx(1)
 
 
 def test_the_refiner_of_an_earlier_drafter_goes_on(corpus: tuple[str, str], tmp_path: Path) -> None:

@@ -137,6 +137,10 @@ def test_confidence_that_lies_gives_a_large_error() -> None:
         ("dflash+length", "no length head"),
         ("dflash+length:x", "no number"),
         ("dflash+xpress:0", "no xpress head"),
+        ("dflash+first:2+first:3", "first twice"),
+        ("dflash+xpress+markov", "xpress and markov refine the same block"),
+        ("dflash+first:2+xpress", "name xpress first"),
+        ("dflash+cost+first:2", "name it last"),
     ],
 )
 def test_wrong_stages_say_what_is_wrong(

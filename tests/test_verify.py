@@ -59,3 +59,5 @@ def test_a_first_difference_is_judged_by_its_margin() -> None:
     assert found.margin == pytest.approx(float(logits[best] - logits[second]), abs=1e-5)
     with pytest.raises(ValueError, match="temperature"):
         check_distribution(pipeline, prompt, replace(PARAMS, temperature=0.0), 400)
+    with pytest.raises(ValueError, match="without a drafter"):
+        check_distribution(pipeline.plain(), prompt, PARAMS, 400)

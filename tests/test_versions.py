@@ -114,3 +114,11 @@ def test_a_version_that_goes_while_it_is_read_is_read_anew(tmp_path: Path) -> No
         return read(folder)
 
     assert versions.load(slow) == (1, 1) and calls == ["v000000", "v000001"]
+
+
+def test_a_link_to_nothing_is_said_and_not_waited_for(tmp_path: Path) -> None:
+    versions = Versions(tmp_path)
+    versions.publish(lambda work: work.mkdir())
+    versions.path(0).rmdir()
+    with pytest.raises(FileNotFoundError):
+        versions.load(read)

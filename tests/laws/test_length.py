@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from paceline.decode.length import (
     isotonic,
 )
 from paceline.decode.warp import shape_probs
+from paceline.drafters.length import AdaLength
 from paceline.pipeline import Pipeline
 
 PREFILL = Round(drafted=0, accepted=0, committed=1)
@@ -326,3 +328,20 @@ def test_where_nodes_are_dear_nothing_is_drafted_and_where_they_are_free_everyth
     for per_node, sizes in ((0.0, [4, 4]), (100.0, [0, 0])):
         rule = CostAware(costs=linear(per_node), greedy=HALF, sampled=HALF)
         assert rule(draft, draft_ctx) == sizes
+
+
+def test_a_row_without_a_draft_asks_nothing_of_the_length_head() -> None:
+    """Its states are NaN where the drafter's were: that row is decoded plainly, the other is not."""
+
+    class _Whole(torch.nn.Module):
+        def forward(self, states_RbD: torch.Tensor) -> torch.Tensor:
+            return states_RbD[:, 0, 0]
+
+    drafter = SimpleNamespace(module=SimpleNamespace(thresh_head_two_model=_Whole()))
+    states = torch.full((2, 4, 3), 0.5)
+    states[0] = float("nan")
+    draft = Draft.chain(
+        torch.zeros(2, 3, dtype=torch.int64), [0, 3], None, ready=[0, 1], states_RbD=states
+    )
+    ctx: Any = None
+    assert AdaLength(drafter, rate=1.0)(draft, ctx) == [0, 1]

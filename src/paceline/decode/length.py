@@ -314,7 +314,7 @@ class CostAware:
 
     @property
     def law(self) -> str:
-        """`mixes` if it looks at first logits only: those of other rows tell what these sampled before."""
+        """`mixes` if it looks at first logits only: those of other rows tell what they sampled."""
         return "mixes" if self.base else "chooses"
 
     def __call__(self, draft: Draft, ctx: DraftContext) -> list[int]:

@@ -160,7 +160,7 @@ def make_source(
         makes: RecordMaker = _Elsewhere(publisher, run, log, stopped)
     else:
         texts = [item.row for item in rows]
-        makes = _Here(config, publisher, target, texts, reader, log)
+        makes = _Here(config, publisher, target, texts, reader, log, stopped)
     return RolloutSource(config, reader, trainee.totals, limit, makes)
 
 
@@ -201,12 +201,13 @@ class _Here:
         rows: Sequence[Row],
         reader: RecordReader,
         log: RunLog,
+        stopped: Callable[[], bool],
     ) -> None:
         if can_prepack(target.dtype, target.device):
             prepack(target)
         self._target, self._config = Target(target, load_tokenizer(config.target)), config
         self._prompts = prompts_of(config, rows, self._target)
-        self._publisher, self._log = publisher, log
+        self._publisher, self._log, self._stopped = publisher, log, stopped
         self._writer = RecordWriter(reader.folder, reader.origin)
         self.newest, self.close = publisher.newest, self._writer.close
 
@@ -214,7 +215,7 @@ class _Here:
         """Weights are published when a shard is made."""
 
     def more(self, step: int) -> None:
-        """Make the next shard."""
+        """Make the next shard. Raises `Stopped` between rounds: the shard is begun anew on resuming."""
         policy, writer = self._config.on_policy, self._writer
         assert policy is not None
         self._publisher.publish_due(step)
@@ -222,6 +223,12 @@ class _Here:
         assert found is not None
         version, pipeline = found
         first, count = writer.next_id, policy.records_per_shard
+
+        def tell(done: int) -> None:
+            if self._stopped():
+                raise Stopped
+            self._log.progress(f"rollouts of version {version}", done - first, count)
+
         write_rollouts(
             writer,
             pipeline,
@@ -229,9 +236,7 @@ class _Here:
             below=first + 1,
             slots=policy.slots,
             version=version,
-            progress=lambda done: self._log.progress(
-                f"rollouts of version {version}", done - first, count
-            ),
+            progress=tell,
         )
 
 

@@ -192,7 +192,9 @@ def as_it_stands(config: TrainConfig) -> TrainConfig:
         raise ValueError(f"{config.init_from} has two refiners; a run has one")
     refiner = found[0] if found else None
     mine = config.refiner
-    if mine is not None and (refiner is None or (mine.kind, mine.rank) != (refiner.kind, refiner.rank)):
+    if mine is not None and (
+        refiner is None or (mine.kind, mine.rank) != (refiner.kind, refiner.rank)
+    ):
         has = "none" if refiner is None else f"{refiner.kind} of rank {refiner.rank}"
         raise ValueError(
             f"a length head alone leaves the refiner as it is, and {config.init_from} has {has}: "
