@@ -19,6 +19,7 @@ from harness import new_row
 from paceline.cli.profile import show
 from paceline.core import Draft, DraftContext, SamplingParams
 from paceline.decode.length import CostAware, Costs, Cut, Sparing, SparingState, Survival
+from paceline.evaluate import costs as grid
 from paceline.evaluate import profile
 from paceline.evaluate.methods import parse_method
 from paceline.evaluate.profile import Seen, calibrate, calibration_error, cost_rule, profile_path
@@ -42,9 +43,9 @@ class Tiny:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(profile, "CONTEXTS", (4, 8, 16))
-    monkeypatch.setattr(profile, "ROWS", (1, 2, 4))
-    monkeypatch.setattr(profile, "REPEATS", 2)
+    monkeypatch.setattr(grid, "CONTEXTS", (4, 8, 16))
+    monkeypatch.setattr(grid, "ROWS", (1, 2, 4))
+    monkeypatch.setattr(grid, "REPEATS", 2)
     monkeypatch.setattr(profile, "TOKENS", 12)
     kinds = {"weights": "w", "tokenizer": None, "template": None}
     fingerprint = type("F", (), {"__dataclass_fields__": {}})
@@ -256,7 +257,7 @@ def test_sampling_rows_are_measured_with_the_rule_that_judges_them(
 
     monkeypatch.setitem(_RULES, accept, spy)
     pipeline = Pipeline(target=target, drafter=drafter, accept=accept)
-    costs, _ = profile.measure_costs(pipeline, quiet)
+    costs, _ = grid.measure_costs(pipeline, quiet)
     assert drafter.temperatures == {0.0, 1.0}
     assert {t for t, _ in judged} == {0.0, 1.0}
     assert all(sizes == [4, 4] for _, sizes in judged)  # whole blocks at the middle of (1, 2, 4)
@@ -296,26 +297,26 @@ def test_contexts_fit_the_target_and_the_drafter() -> None:
 
     def of(limit: int) -> tuple[int, ...]:
         drafter = dflash(target, max_position_embeddings=limit)
-        return profile.contexts(Pipeline(target=target, drafter=drafter))
+        return grid.contexts(Pipeline(target=target, drafter=drafter))
 
     assert of(4096) == (30, 61, 123)  # 128 of the target less a block of 5
     assert of(21) == (4, 8, 16)
     with pytest.raises(ValueError, match="20 positions"):
         of(20)
     long = tiny_target(max_position_embeddings=2048)
-    assert profile.contexts(Pipeline(target=long, drafter=dflash(long))) == (30, 61, 123)
+    assert grid.contexts(Pipeline(target=long, drafter=dflash(long))) == (30, 61, 123)
     drafter = dflash(long, max_position_embeddings=4096)
-    assert profile.contexts(Pipeline(target=long, drafter=drafter)) == profile.CONTEXTS
+    assert grid.contexts(Pipeline(target=long, drafter=drafter)) == grid.CONTEXTS
 
 
 def test_a_short_drafter_is_measured_where_it_drafts(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A warning that rows are too long would be an error here."""
-    monkeypatch.setattr(profile, "CONTEXTS", (64, 256, 768))
+    monkeypatch.setattr(grid, "CONTEXTS", (64, 256, 768))
     target = tiny_target()
     drafter = dflash(target, max_position_embeddings=21)
-    costs, _ = profile.measure_costs(Pipeline(target=target, drafter=drafter), quiet)
+    costs, _ = grid.measure_costs(Pipeline(target=target, drafter=drafter), quiet)
     assert costs.context == 8
 
 
@@ -323,7 +324,7 @@ def test_not_drafting_is_not_measured_as_drafting(here: Path) -> None:
     target = tiny_target()
     pipeline = Pipeline(target=target, drafter=Spoken(dflash(target), empty=True))
     with pytest.raises(ValueError, match="nothing was drafted"):
-        profile.measure_costs(pipeline, quiet)
+        grid.measure_costs(pipeline, quiet)
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
