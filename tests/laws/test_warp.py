@@ -14,7 +14,7 @@ from torch import Tensor
 from harness import TableLM, decode, drafters, new_row, truths
 from paceline.core import Draft, SamplingParams
 from paceline.decode.accept import match
-from paceline.decode.warp import inverse_cdf, shape_probs, warp
+from paceline.decode.warp import inverse_cdf, shape_probs, top, warp
 
 
 def _even_after_three(ids: Tensor, scores: Tensor) -> Tensor:
@@ -164,3 +164,18 @@ def test_a_node_without_a_distribution_is_an_error_once_it_is_reached() -> None:
         match(Draft.chain(torch.tensor([[1]]), [1]), law, rows)
     wrong = Draft.chain(torch.tensor([[2]]), [1])
     assert match(wrong, warp(logits, wrong, rows), rows).tokens == [[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [7, 256, 1000, 1024, 49152])
+def test_top_is_max(width: int, dtype: torch.dtype) -> None:
+    """With many equals, NaN in any place, nothing but minus infinity, and other axes."""
+    scores = torch.randint(-9, 3, (2, 6, width), generator=torch.Generator().manual_seed(1))
+    scores = scores.to(dtype)
+    scores[0, 1] = -torch.inf
+    scores[0, 2, width // 2 :] = torch.inf
+    scores[1, 0, width - 1] = scores[1, 1, 0] = torch.nan
+    scores[1, 2, [1, width - 2]] = torch.nan
+    values, indices = top(scores)
+    torch.testing.assert_close(values, scores.max(-1).values, equal_nan=True, rtol=0, atol=0)
+    assert torch.equal(indices, scores.max(-1).indices)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from paceline.core import Draft, Row, SamplingParams
 
+_CHUNK = 256  # of scores, in `top`
+
 
 class TargetLaw:
     """Distributions of T packed nodes. A greedy node is one-hot and is stored as its index.
@@ -69,6 +71,22 @@ def inverse_cdf(probs_TV: Tensor, uniforms: Sequence[float]) -> list[int]:
     return tokens
 
 
+def top(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest values and their indices along the last axis: the first of equals, NaN before all others.
+
+    As `Tensor.max(-1)`, which on CPUs looks at one number at a time; maxima of chunks do not, and only
+    the winning chunk is searched.
+    """
+    width = scores.shape[-1]
+    if width % _CHUNK:
+        whole = scores.max(-1)
+        return whole.values, whole.indices
+    chunks = scores.unflatten(-1, (width // _CHUNK, _CHUNK))
+    chunk = chunks.amax(-1).max(-1).indices
+    won = chunks.take_along_dim(chunk[..., None, None], -2).squeeze(-2).max(-1)
+    return won.values, won.indices + chunk * _CHUNK
+
+
 def warp(logits_TV: Tensor, draft: Draft, rows: Sequence[Row]) -> TargetLaw:
     """Target distributions of every row's root and draft nodes, rows behind one another.
 
@@ -78,8 +96,8 @@ def warp(logits_TV: Tensor, draft: Draft, rows: Sequence[Row]) -> TargetLaw:
     changed, faults = logits_TV.float(), dict[int, Exception]()
     if not all(is_plain(row.params, len(row.output)) for row in rows):
         changed = _change(changed, draft, rows, faults)
-    top = changed.max(-1)  # as argmax: the first of equals
-    levels = top.values.tolist()
+    highest, likeliest = top(changed)
+    levels = highest.tolist()
     groups: dict[SamplingParams, list[int]] = {}
     first = 0
     for row, size in zip(rows, draft.sizes_B, strict=True):
@@ -99,7 +117,7 @@ def warp(logits_TV: Tensor, draft: Draft, rows: Sequence[Row]) -> TargetLaw:
     # Rows that share temperature and cuts are shaped together: calls per setting, not per row.
     dense = [shape_probs(changed[nodes], params) for params, nodes in groups.items()]
     nodes_S = [node for nodes in groups.values() for node in nodes]
-    return TargetLaw(top.indices.tolist(), nodes_S, torch.cat([changed[:0], *dense]), faults)
+    return TargetLaw(likeliest.tolist(), nodes_S, torch.cat([changed[:0], *dense]), faults)
 
 
 def _cuts(params: SamplingParams) -> SamplingParams:

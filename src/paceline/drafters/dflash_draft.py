@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.attention import Packed, RaggedCache, packed_attention
 from paceline.core import Draft, DraftContext, Row
 from paceline.decode.accept import draw
-from paceline.decode.warp import shape_probs
+from paceline.decode.warp import shape_probs, top
 from paceline.drafters.dflash import (
     DFlashConfig,
     DFlashModule,
@@ -104,9 +104,9 @@ class DFlashDrafter:
             return Draft.chain(tokens_BN, sizes)
         rows = [ctx.rows[b] for b in ready]
         states, logits = self._block(rows, state.cache)
-        best = logits.max(-1)
-        broken = (~best.values.isfinite()).any(-1).tolist()
-        ids = self.to_target(best.indices).cpu()
+        levels, likeliest = top(logits)
+        broken = (~levels.isfinite()).any(-1).tolist()
+        ids = self.to_target(likeliest).cpu()
         probs_BNV = torch.zeros(B, N, self.config.vocab_size) if self.samples else None
         for i, b in enumerate(ready):
             if broken[i]:

@@ -71,7 +71,7 @@ class ModelDrafter:
         probs_BNV = torch.zeros(B, N, self.model.vocab_size) if self.samples else None
         for step in range(N if live else 0):
             scored = self.model.score(Draft.empty(len(live)), shadows, cache)
-            finite = scored.logits_TV.max(-1).values.isfinite().tolist()
+            finite = scored.logits_TV.amax(-1).isfinite().tolist()
             for i, b in enumerate(live):
                 row = shadows[i]
                 cache.lengths[row.slot] = len(row.tokens)

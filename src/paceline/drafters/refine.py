@@ -15,6 +15,7 @@ Noise is addressed by position: a position is decided once and never drafted aga
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.core import Draft, DraftContext, Row
-from paceline.decode.warp import shape_probs
+from paceline.decode.warp import shape_probs, top
 
 
 class Refine:
@@ -91,17 +92,24 @@ class Refine:
         fixed = self.head.fixed(states_RbD, states_RbD.mean(1))
         if self.head.walks:
             return self._walk(fixed, base_RNV, known, pick)
-        tokens = pick(base_RNV)
-        for _ in range(self.sweeps):
+        tokens, logits_RNV = pick(base_RNV), base_RNV
+        moving = torch.arange(len(rows), device=base_RNV.device)
+        for sweep in range(self.sweeps):
             prev = torch.cat((known, self.drafter.to_target(tokens[:, :-1])), dim=1)
-            latent = self.head.latent(fixed, prev, self.mixer)
+            latent = self.head.latent(fixed[moving], prev[moving], self.mixer)
             flat = latent[:, 1:].reshape(-1, latent.shape[-1])
-            logits = base_RNV + self.head.readout(flat).view(base_RNV.shape)
-            new = pick(logits)
-            if torch.equal(new, tokens):
+            logits = self.head.readout(flat).view(len(moving), *base_RNV.shape[1:])
+            logits += base_RNV if sweep == 0 else base_RNV[moving]
+            new = pick(logits, rows=moving.tolist())
+            moved = (new != tokens[moving]).any(1)
+            if sweep == 0:
+                tokens, logits_RNV = new, logits
+            else:
+                tokens[moving], logits_RNV[moving] = new, logits
+            moving = moving[moved]
+            if not len(moving):
                 break
-            tokens = new
-        return new, logits
+        return tokens, logits_RNV
 
     def _walk(
         self, fixed: Tensor, base_RNV: Tensor, known: Tensor, pick: _Pick
@@ -138,12 +146,15 @@ class _Pick:
                 self.noise[i] = torch.stack([torch.from_numpy(line) for line in lines]).to(device)
                 self.laws[i] = torch.zeros(shape[1:], device=device)
 
-    def __call__(self, logits_RnV: Tensor, first: int = 0) -> Tensor:
-        """Tokens [R, n] of slots ``first`` and following."""
-        tokens = logits_RnV.max(-1).indices
-        for i, noise in self.noise.items():
-            part = slice(first, first + logits_RnV.shape[1])
-            law = shape_probs(logits_RnV[i], self.params[i])
-            self.laws[i][part] = law
-            tokens[i] = (law / noise[part]).max(-1).indices
+    def __call__(
+        self, logits_RnV: Tensor, first: int = 0, rows: Sequence[int] | None = None
+    ) -> Tensor:
+        """Tokens [R, n] of slots ``first`` and following, of these rows; None means of all."""
+        tokens = top(logits_RnV)[1]
+        part = slice(first, first + logits_RnV.shape[1])
+        for place, i in enumerate(range(len(self.params)) if rows is None else rows):
+            if i in self.noise:
+                law = shape_probs(logits_RnV[place], self.params[i])
+                self.laws[i][part] = law
+                tokens[place] = top(law / self.noise[i][part])[1]
         return tokens
