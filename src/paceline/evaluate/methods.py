@@ -139,14 +139,18 @@ class Method:
         return digest.hexdigest()[:16]
 
     def describe(self, target: Any, accept: str = "match") -> dict[str, Any]:
-        """The method as it stands in the bench's JSON."""
-        return {
+        """The method as it stands in the bench's JSON; `cost` with a hash of what was measured."""
+        stages = [name for name, _ in self.stages]
+        found: dict[str, Any] = {
             "name": self.name,
             "drafter": self.drafter,
-            "stages": [name for name, _ in self.stages],
+            "stages": stages,
             "weights": self.weights(target),
             "accept": "match" if self.drafter == "plain" else accept,
         }
+        if "cost" in stages:
+            found["profile"] = cost_rule(target, self, accept).profile
+        return found
 
     def pipeline(self, target: Any, accept: str = "match") -> Pipeline:
         """Load the drafter and the stages.
