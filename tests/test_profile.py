@@ -287,8 +287,8 @@ def test_costs_of_a_mixed_batch_lie_between_and_dear_judging_stops_drafts() -> N
         survival = np.cumsum(np.sort(np.tile(0.9 ** np.arange(1, 5), 2))[::-1])
         tokens = 2 + np.concatenate(([0.0], survival))
         seconds = 1 + 100.0 * temperature * (2 + np.arange(9))
-        paid = (tokens / (seconds + costs.draft(2, temperature))).max()
-        assert state.pace.ratio == pytest.approx(paid / (tokens[0] / seconds[0]))
+        spent = (seconds + costs.draft(2, temperature)) / seconds[0]
+        assert state.pace.lost == pytest.approx((spent - tokens / 2).min())
     assert found == {0.0: [4, 4], 1.0: [0, 0]}
 
 

@@ -294,25 +294,29 @@ class _Layers:
     num_layers = 0
 
 
-def test_a_session_pauses_while_drafts_do_not_pay() -> None:
-    """Longer and longer, with a look in between; other rows are another matter."""
-    pace = Pace()
+def test_a_look_at_drafts_costs_a_fiftieth_of_the_pause_behind_it() -> None:
+    """The more it lost the longer the pause, none where drafts pay; far fewer rows end one."""
     pauses = []
-    for _ in range(9):
-        pace.seen(0.5, rows=4)
+    for lost in (1.8, 0.5, 0.01, -0.3, 50.0):
+        pace = Pace()
+        pace.seen(lost, rows=4)
         pauses.append(pace.quiet)
-    assert pauses == [1, 2, 4, 8, 16, 32, 64, 64, 64]
+    assert pauses == [90, 25, 1, 0, 256]
+    pace = Pace()
+    pace.seen(0.5, rows=4)
+    pace.seen(-2.0, rows=4)
+    assert pace.lost == pytest.approx(0.7 * 0.5 - 0.3 * 2.0) and not pace.paused(4)
     drafter = Sparing(Sure(TableDrafter(TableLM.random(5, seed=2), block=2), 5))
-    state = drafter.new_state(4)
+    state = drafter.new_state(5)
     assert isinstance(state, SparingState)
-    rows = [new_row([1, 2], SamplingParams(temperature=1.0, seed=i)) for i in range(4)]
-    state.pace.seen(0.5, rows=4)
-    four = DraftContext(rows=rows, state=state)
-    assert drafter.propose(four).sizes_B == [0] * 4 and state.pace.quiet == 0
-    assert drafter.propose(four).sizes_B == [2] * 4
-    state.pace.seen(0.5, rows=4)
-    fewer = DraftContext(rows=rows[:3], state=state)
-    assert drafter.propose(fewer).sizes_B == [2] * 3
+    rows = [new_row([1, 2], SamplingParams(temperature=1.0, seed=i)) for i in range(5)]
+    state.pace.seen(0.04, rows=5)
+    five, four, three = (DraftContext(rows=rows[:n], state=state) for n in (5, 4, 3))
+    assert drafter.propose(five).sizes_B == [0] * 5
+    assert drafter.propose(four).sizes_B == [0] * 4
+    assert drafter.propose(five).sizes_B == [2] * 5
+    state.pace.seen(9.0, rows=5)
+    assert drafter.propose(three).sizes_B == [2] * 3 and state.pace.quiet == 0
 
 
 def test_where_nodes_are_dear_nothing_is_drafted_and_where_they_are_free_everything() -> None:

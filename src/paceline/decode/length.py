@@ -9,6 +9,7 @@ all rows together (B roots and the drafts that are kept).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -239,23 +240,31 @@ def looked_at(draft: Draft, base: bool) -> Tensor:
     return logits if base else draft.hints.get("refined_RNV", logits)
 
 
+LOOK_SHARE = 0.02  # of the time that passes without drafting, what a look at drafts may cost
+LONGEST_PAUSE = 256  # rounds: about a reply
+
+
 @dataclass
 class Pace:
     """Whether drafting pays at all, as this session saw it: a running mean, and a pause when not."""
 
-    ratio: float | None = None  # expected rate with drafts over plain's
+    lost: float | None = None  # plain rounds that a drafted round costs more than it saves
     quiet: int = 0  # rounds still to pass without drafting
-    pause: int = 1
     rows: int = 0
 
-    def seen(self, ratio: float, rows: int) -> None:
-        """One more round was drafted; below 1 drafting pauses, each time twice as long, up to 64."""
-        self.ratio = ratio if self.ratio is None else 0.7 * self.ratio + 0.3 * ratio
+    def seen(self, lost: float, rows: int) -> None:
+        """One more round was drafted; if it lost, drafting pauses until that is `LOOK_SHARE` of it."""
+        self.lost = lost if self.lost is None else 0.7 * self.lost + 0.3 * lost
         self.rows = rows
-        if self.ratio < 1.0:
-            self.quiet, self.pause = self.pause, min(2 * self.pause, 64)
-        else:
-            self.pause = 1
+        self.quiet = min(math.ceil(max(self.lost, 0.0) / LOOK_SHARE), LONGEST_PAUSE)
+
+    def paused(self, rows: int) -> bool:
+        """Whether this round passes without drafting; a quarter fewer rows end a pause."""
+        if self.quiet <= 0 or rows <= 0.75 * self.rows:
+            self.quiet = 0
+            return False
+        self.quiet -= 1
+        return True
 
 
 @dataclass(kw_only=True)
@@ -269,8 +278,8 @@ class SparingState:
 class Sparing:
     """A drafter that pauses while drafts do not pay; `CostAware` says when.
 
-    Rows that leave change the load, so a pause ends when fewer rows are live than when it began. What
-    the drafter needs to see waits in ``row.features`` meanwhile.
+    Rows that leave change the load, so a pause ends when a quarter of them has left since it began.
+    What the drafter needs to see waits in ``row.features`` meanwhile.
     """
 
     def __init__(self, inner: Drafter) -> None:
@@ -291,11 +300,8 @@ class Sparing:
 
     def propose(self, ctx: DraftContext) -> Draft:
         """The inner drafter's draft, or none."""
-        pace: Pace = ctx.state.pace
-        if pace.quiet > 0 and len(ctx.rows) >= pace.rows:
-            pace.quiet -= 1
+        if ctx.state.pace.paused(len(ctx.rows)):
             return Draft.empty(len(ctx.rows))
-        pace.quiet = 0
         return self.inner.propose(DraftContext(rows=ctx.rows, state=ctx.state.inner))
 
 
@@ -337,8 +343,8 @@ class CostAware:
         seconds = seconds + self.costs.node(warm) * (rows + drafts_T)
         kept, tokens = best_lengths(survival, seconds, rows - len(live))
         if isinstance(ctx.state, SparingState):
-            drafted = float((tokens / (seconds + self.costs.draft(rows, warm))).max())
-            ctx.state.pace.seen(drafted / float(tokens[0] / seconds[0]), rows)
+            spent = (seconds + self.costs.draft(rows, warm)) / seconds[0]
+            ctx.state.pace.seen(float((spent - tokens / tokens[0]).min()), rows)
         sizes = [0] * len(draft.sizes_B)
         for (_, b), size in zip(live, kept, strict=True):
             sizes[b] = size
