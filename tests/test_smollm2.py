@@ -94,5 +94,7 @@ def test_export_writes_what_engines_read(tmp_path: Path) -> None:
     assert config["architectures"] == ["DFlashDraftModel"]
     assert state["lm_head.weight"].shape == (config["draft_vocab_size"], config["hidden_size"])
     source = packaged_drafters()["smollm2-dflash"]
+    heads = "thresh_head_two_model."  # engines refuse tensors that they do not know
+    assert not any(name.startswith(heads) for name in state)
     for name, tensor in load_file(source / "model.safetensors").items():
-        assert tensor.equal(state[name])
+        assert name.startswith(heads) or tensor.equal(state[name])
