@@ -23,6 +23,7 @@ from paceline.api import packaged_drafters
 from paceline.data.prompts import read_prompts
 from paceline.drafters.dflash import DFlashModule, load_dflash
 from paceline.drafters.dflash_draft import DFlashDrafter
+from paceline.export.plain import without_heads
 from paceline.gguf import convert_gguf, smollm2_gguf
 from paceline.pipeline import Pipeline
 
@@ -38,8 +39,9 @@ class Recording(generation.DFlashTokenCandidateGenerator):  # type: ignore[misc]
 
 
 def full_vocabulary(folder: Path, dtype: torch.dtype) -> tuple[Any, DFlashModule]:
-    """The drafter's weights with the target's whole vocabulary (d2t left out)."""
+    """The drafter's weights without heads, with the target's whole vocabulary (d2t left out)."""
     config, module, _ = load_dflash(folder, dtype)
+    config, module = without_heads(config, module)
     return type(config).from_dict({**config.to_dict(), "draft_vocab_size": None}), module
 
 
@@ -66,8 +68,6 @@ def their_drafter(folder: Path, dtype: torch.dtype) -> Any:
     names = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
     state = {}
     for name, weight in module.state_dict().items():
-        if name.startswith("thresh_head_two_model."):  # says how much is verified, drafts nothing
-            continue
         for old, new in names.items():
             name = name.replace(old, new) if name.startswith(old) else name
         state[name] = weight

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from paceline.drafters.dflash import DFlashModule, draft_to_target, load_dflash, save_dflash
+from paceline.drafters.dflash import (
+    DFlashConfig,
+    DFlashModule,
+    draft_to_target,
+    load_dflash,
+    save_dflash,
+)
 
 _NO_HEADS: dict[str, Any] = {
     "markov_rank": None,
@@ -38,8 +44,14 @@ def export_plain(source: Path, out: Path, head_VD: torch.Tensor | None = None) -
         if head_VD is None:
             raise ValueError("a reduced draft vocabulary needs the target's head")
         rows = head_VD[draft_to_target(d2t)]
+    plain, bare = without_heads(config, module)
+    return save_dflash(out, plain, bare, d2t, lm_head=rows)
+
+
+def without_heads(config: DFlashConfig, module: DFlashModule) -> tuple[DFlashConfig, DFlashModule]:
+    """The drafter alone, in the same dtype: what other loaders know."""
     plain = replace(config, **_NO_HEADS)
-    bare = DFlashModule(plain).to(torch.bfloat16)
+    bare = DFlashModule(plain).to(module.fc.weight.dtype)
     state = module.state_dict()
     bare.load_state_dict({name: state[name] for name in bare.state_dict()})
-    return save_dflash(out, plain, bare, d2t, lm_head=rows)
+    return plain, bare
