@@ -18,7 +18,8 @@ import torch
 from harness import new_row
 from paceline.cli.profile import show
 from paceline.core import Draft, DraftContext, SamplingParams
-from paceline.decode.length import CostAware, Costs, Cut, Sparing, SparingState, Survival
+from paceline.decode.length import CostAware, Costs, Cut, Survival
+from paceline.decode.pace import Sparing, SparingState
 from paceline.evaluate import costs as grid
 from paceline.evaluate import profile
 from paceline.evaluate.methods import parse_method
@@ -87,7 +88,7 @@ def test_a_profile_is_measured_kept_and_read(
     assert "us per scored node" in shown
 
     rule = cost_rule(target, Tiny(), "match")
-    staged = Pipeline(target=target, drafter=Sparing(dflash(target)), stages=(Cut(rule),))
+    staged = Pipeline(target=target, drafter=Sparing(dflash(target), rule), stages=(Cut(rule),))
     params = [SamplingParams(max_tokens=10, temperature=t, seed=1) for t in (0.0, 1.0, 0.0)]
     plain = pipeline.plain().generate(prompts[:3], params)
     quick = staged.generate(prompts[:3], params)
@@ -192,10 +193,15 @@ COSTS: dict[str, Any] = {
     "draft_warm_B": [0.3, 0.6],
     "context": 8,
     "per_cached": 0.0,
+    "per_waiting": 0.125,
     "node_greedy": 0.0,
     "node_warm": 0.5,
 }
-CURVE: dict[str, Any] = {"confidence": [[0.1, 0.9]], "accepted": [[0.2, 0.8]]}
+CURVE: dict[str, Any] = {
+    "confidence": [[0.1, 0.9]],
+    "accepted": [[0.2, 0.8]],
+    "typical": [[0.5, 0.4, 0.3, 0.2]],
+}
 
 
 def kept(method: Tiny) -> tuple[Any, dict[str, Any], Path]:
@@ -287,8 +293,8 @@ def test_costs_of_a_mixed_batch_lie_between_and_dear_judging_stops_drafts() -> N
         survival = np.cumsum(np.sort(np.tile(0.9 ** np.arange(1, 5), 2))[::-1])
         tokens = 2 + np.concatenate(([0.0], survival))
         seconds = 1 + 100.0 * temperature * (2 + np.arange(9))
-        spent = (seconds + costs.draft(2, temperature)) / seconds[0]
-        assert state.pace.lost == pytest.approx((spent - tokens / 2).min())
+        spent = (seconds + costs.draft(2, temperature) + 0.125 * tokens) / seconds[0]
+        assert state.pace.off == pytest.approx(0.3 * (spent - tokens / 2).min())
     assert found == {0.0: [4, 4], 1.0: [0, 0]}
 
 
@@ -355,6 +361,11 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "confidence falls": lambda f: f["greedy"].update(confidence=[[0.9, 0.1]]),
     "above 1": lambda f: f["greedy"].update(accepted=[[0.2, 1.8]]),
     "no chance": lambda f: f["greedy"].update(accepted=[[float("nan"), 0.8]]),
+    "no blocks": lambda f: f["greedy"].update(typical=[]),
+    "ragged blocks": lambda f: f["sampled"].update(typical=[[0.1], [0.1, 0.2]]),
+    "empty blocks": lambda f: f["sampled"].update(typical=[[], []]),
+    "blocks of text": lambda f: f["sampled"].update(typical=[["a"]]),
+    "a negative catching up": lambda f: f["costs"].update(per_waiting=-1.0),
     "a number for a curve": lambda f: f["greedy"].update(confidence=3),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +22,11 @@ from paceline.decode.length import (
     Costs,
     Cut,
     First,
-    Pace,
-    Sparing,
-    SparingState,
     Survival,
     best_lengths,
     isotonic,
 )
+from paceline.decode.pace import Pace, Sparing, SparingState
 from paceline.decode.warp import shape_probs
 from paceline.drafters.length import AdaLength
 from paceline.pipeline import Pipeline
@@ -57,14 +55,21 @@ def test_lengths_are_the_best_of_all() -> None:
         B, N = int(rng.integers(1, 4)), int(rng.integers(1, 4))
         survival = np.cumprod(rng.random((B, N)), axis=1)
         seconds = np.cumsum(rng.random(B * N + 1) * rng.integers(0, 2, B * N + 1)) + 0.5
-        sizes, tokens = best_lengths(survival, seconds, idle=1)
-        best = max(
-            (1 + B + sum(survival[b, :n].sum() for b, n in enumerate(each))) / seconds[sum(each)]
-            for each in itertools.product(range(N + 1), repeat=B)
-        )
-        kept = 1 + B + sum(survival[b, :n].sum() for b, n in enumerate(sizes))
-        assert kept / seconds[sum(sizes)] == pytest.approx(best)
-        assert tokens[sum(sizes)] == pytest.approx(kept) and tokens[0] == 1 + B
+        for drafting in (0.0, 0.3, 5.0):
+            sizes, tokens = best_lengths(survival, seconds, 1, drafting)
+            kept = 1 + B + sum(survival[b, :n].sum() for b, n in enumerate(sizes))
+            assert tokens[sum(sizes)] == pytest.approx(kept) and tokens[0] == 1 + B
+            outcomes = [
+                (1 + B + sum(survival[b, :n].sum() for b, n in enumerate(each)), seconds[sum(each)])
+                for each in itertools.product(range(N + 1), repeat=B)
+            ]
+            best = max(some / (spent + drafting) for some, spent in outcomes)
+            plain = (1 + B) / seconds[0]
+            if best > plain:  # rounds like this one for ever
+                assert kept / (seconds[sum(sizes)] + drafting) == pytest.approx(best)
+            else:  # plain ones for ever after this one, whose drafts are there already
+                gain = max(some - plain * spent for some, spent in outcomes)
+                assert kept - plain * seconds[sum(sizes)] == pytest.approx(gain)
 
 
 def test_costs_meet_their_points_and_grow_between_and_beyond_them() -> None:
@@ -156,7 +161,7 @@ def test_replies_are_plain_decodings_and_cut_nodes_are_not_scored(
     target, stage = Counting(model), RULES[rule]()
     session = loop.Session(
         target=target,
-        drafter=Sparing(Sure(script, 17)),
+        drafter=Sparing(Sure(script, 17), Foreseen(-1.0)),
         accept=match,
         stages=(stage,),
         slots=3,
@@ -294,29 +299,82 @@ class _Layers:
     num_layers = 0
 
 
-def test_a_look_at_drafts_costs_a_fiftieth_of_the_pause_behind_it() -> None:
-    """The more it lost the longer the pause, none where drafts pay; far fewer rows end one."""
-    pauses = []
-    for lost in (1.8, 0.5, 0.01, -0.3, 50.0):
-        pace = Pace()
-        pace.seen(lost, rows=4)
-        pauses.append(pace.quiet)
-    assert pauses == [90, 25, 1, 0, 256]
+@dataclass
+class Foreseen:
+    """An outlook that says what it is told to."""
+
+    loss: float
+    behind: float = 0.0
+
+    def lost(self, rows: Any) -> float:
+        return self.loss
+
+    def catching_up(self, rows: Any) -> float:
+        return self.behind
+
+
+def pause(pace: Pace, lost: float, behind: float = 0.0) -> int:
+    """Rounds that pass without drafting from now on."""
+    return next(i for i in range(1000) if not pace.paused(lost, behind))
+
+
+def test_a_look_at_drafts_costs_a_fiftieth_of_the_pause_before_it() -> None:
+    """None before the first look is worth it; the more it loses and has to take in, the later."""
+    found = [pause(Pace(), lost) for lost in (1.8, 0.5, 0.01, 0.0, -0.3, 50.0)]
+    assert found == [90, 25, 1, 0, 0, 256]
+    assert pause(Pace(), 0.5, behind=1.0) == 75
+    assert pause(Pace(), -0.1, behind=9.0) == 0  # it pays: what waits is taken in once
     pace = Pace()
-    pace.seen(0.5, rows=4)
-    pace.seen(-2.0, rows=4)
-    assert pace.lost == pytest.approx(0.7 * 0.5 - 0.3 * 2.0) and not pace.paused(4)
-    drafter = Sparing(Sure(TableDrafter(TableLM.random(5, seed=2), block=2), 5))
-    state = drafter.new_state(5)
+    assert pause(pace, 0.5) == pause(pace, 0.5) == 25  # counted from the last look
+    assert pause(pace, -0.1) == 0  # the load fell
+
+
+def test_what_was_seen_corrects_what_is_expected() -> None:
+    pace = Pace()
+    assert not pace.paused(-0.2, 0.0)
+    pace.seen(1.8)
+    assert pace.off == pytest.approx(0.3 * 2.0)
+    assert pause(pace, -0.2) == 20  # 0.4 is lost
+    pace.seen(-0.8)
+    assert pace.off == pytest.approx(0.7 * 0.6 - 0.3 * 0.6)
+    assert pause(pace, -0.3) == 0
+
+
+def test_a_drafter_pauses_by_its_outlook_and_keeps_what_waits() -> None:
+    outlook = Foreseen(0.04)
+    drafter = Sparing(Sure(TableDrafter(TableLM.random(5, seed=2), block=2), 5), outlook)
+    state = drafter.new_state(2)
     assert isinstance(state, SparingState)
-    rows = [new_row([1, 2], SamplingParams(temperature=1.0, seed=i)) for i in range(5)]
-    state.pace.seen(0.04, rows=5)
-    five, four, three = (DraftContext(rows=rows[:n], state=state) for n in (5, 4, 3))
-    assert drafter.propose(five).sizes_B == [0] * 5
-    assert drafter.propose(four).sizes_B == [0] * 4
-    assert drafter.propose(five).sizes_B == [2] * 5
-    state.pace.seen(9.0, rows=5)
-    assert drafter.propose(three).sizes_B == [2] * 3 and state.pace.quiet == 0
+    rows = [new_row([1, 2], SamplingParams(temperature=1.0, seed=i)) for i in range(2)]
+    rows[0].features = [torch.zeros(2, 3)]
+    ctx = DraftContext(rows=rows, state=state)
+    assert [drafter.propose(ctx).sizes_B for _ in range(3)] == [[0, 0], [0, 0], [2, 2]]
+    outlook.loss = -0.04
+    assert drafter.propose(ctx).sizes_B == [2, 2]
+    assert len(rows[0].features) == 1  # the inner one takes it, not the pause
+
+
+def test_typical_blocks_say_what_drafting_will_lose() -> None:
+    """Two kinds of blocks, half of them sure: the mean of what rounds of them lose, by load, per kind
+    of row, and what waits."""
+    blocks = ((0.0, 0.0), (1.0, 1.0))
+    curve = Survival(confidence=((0.0, 1.0),), accepted=((0.0, 1.0),), typical=blocks)
+    doubtful = Survival(confidence=((0.0, 1.0),), accepted=((0.0, 0.0),), typical=blocks)
+    costs = replace(linear(0.0, draft=0.5), per_waiting=0.25)
+    rule = CostAware(costs=costs, greedy=curve, sampled=doubtful)
+    cold, warm = (
+        new_row([1, 2], SamplingParams(max_tokens=30, temperature=t, seed=0)) for t in (0.0, 1.0)
+    )
+    # a round takes 1 s and 0.5 s of drafting, and 0.25 s to take in each token that it commits
+    sure, unsure = 1.5 + 0.25 * 3 - 3.0, 1.5 + 0.25 - 1.0
+    assert rule.lost([warm]) == pytest.approx(unsure)
+    assert min(sure, unsure) < rule.lost([cold]) < max(sure, unsure)
+    assert rule.lost([cold]) == pytest.approx((sure + unsure) / 2, abs=0.5)
+    assert rule.lost([cold, warm]) < rule.lost([warm, warm])
+    cold.features = [torch.zeros(2, 3), torch.zeros(1, 3)]
+    assert rule.catching_up([cold, warm]) == pytest.approx(0.75)
+    silent = CostAware(costs=costs, greedy=HALF, sampled=HALF)
+    assert silent.lost([cold]) == 0.0
 
 
 def test_where_nodes_are_dear_nothing_is_drafted_and_where_they_are_free_everything() -> None:

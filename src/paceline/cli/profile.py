@@ -81,7 +81,8 @@ def show(found: dict[str, Any]) -> None:
     console.print(
         f"milliseconds: the target's pass with so many drafts a row at {costs['context']} cached tokens, "
         f"and drafting for greedy rows and at temperature 1; {1e6 * costs['per_cached']:.2f} us more per "
-        f"cached token of a row; judging drafts takes {greedy:.1f} us per scored node of greedy rows, "
+        f"cached token of a row, {1e6 * costs['per_waiting']:.2f} us for the drafter to take in a "
+        f"committed one; judging drafts takes {greedy:.1f} us per scored node of greedy rows, "
         f"{warm:.1f} at T 1; between the points interpolation is off by at most "
         f"{100 * found['grid_error']:.0f} %."
     )

@@ -1,6 +1,6 @@
 """How much of a draft is verified: a fixed length, or what pays on this machine.
 
-Does not know drafters, models or how costs and survival were measured.
+Does not know drafters, models, how costs and survival were measured, or when drafting pauses (pace.py).
 
 Sources: DSpark, arXiv 2607.05147 (expected tokens per second over the batch); CaDDTree, arXiv 2606.01813
 (nodes in order of probability). Letters: B rows, N drafts a row, V' draft vocabulary, T scored nodes of
@@ -9,7 +9,6 @@ all rows together (B roots and the drafts that are kept).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -18,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from paceline.core import Draft, DraftContext, Drafter, Row
+from paceline.core import Draft, DraftContext, Row
+from paceline.decode.pace import SparingState
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -72,6 +72,9 @@ class First:
         return [self.count] * len(draft.sizes_B)
 
 
+_SINGLE = ("context", "per_cached", "per_waiting", "node_greedy", "node_warm")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """Seconds of a round on one machine, from a grid of measured points.
@@ -79,7 +82,8 @@ class Costs:
     ``verify_BN[i][j]`` are seconds of the target's pass over ``rows_B[i]`` rows with ``drafts_N[j]``
     drafts each at ``context`` cached tokens a row; every further cached token costs ``per_cached``.
     ``draft_B`` are seconds of drafting and refining greedy rows, ``draft_warm_B`` rows that sample
-    (None: the same); ``node_greedy`` and ``node_warm`` are seconds of the accept rule a scored node.
+    (None: the same), without the new features, of which each token costs ``per_waiting`` to take in;
+    ``node_greedy`` and ``node_warm`` are seconds of the accept rule a scored node.
     Between the points times are interpolated, so steps of the machine's kernels between two of them are
     missed; beyond the last number of rows time grows in proportion.
 
@@ -92,6 +96,7 @@ class Costs:
     draft_B: tuple[float, ...]
     context: int
     per_cached: float
+    per_waiting: float = 0.0
     draft_warm_B: tuple[float, ...] | None = None
     node_greedy: float = 0.0
     node_warm: float = 0.0
@@ -103,7 +108,7 @@ class Costs:
                 raise ValueError(f"{name} must be numbers from {least} on that rise")
         B, N = len(self.rows_B), len(self.drafts_N)
         shapes: dict[str, tuple[int, ...]] = {"verify_BN": (B, N), "draft_B": (B,)}
-        shapes |= dict.fromkeys(("context", "per_cached", "node_greedy", "node_warm"), ())
+        shapes |= dict.fromkeys(_SINGLE, ())
         if self.draft_warm_B is not None:
             shapes["draft_warm_B"] = (B,)
         for name, shape in shapes.items():
@@ -153,10 +158,13 @@ def _figures(name: str, value: Any) -> Floats:
     return found.astype(float)
 
 
-def best_lengths(survival_BN: Floats, seconds_T: Floats, idle: int = 0) -> tuple[list[int], Floats]:
+def best_lengths(
+    survival_BN: Floats, seconds_T: Floats, idle: int = 0, drafting: float = 0.0
+) -> tuple[list[int], Floats]:
     """Sizes [B] with the most expected committed tokens per second, and the tokens at every total.
 
-    ``idle`` rows without drafts commit a token each in the same round.
+    ``idle`` rows without drafts commit a token each in the same round. ``drafting`` seconds are spent
+    already: they count in what a second is worth, the better of such rounds and of plain ones.
 
     ``survival_BN[b, k]`` is the chance that drafts 1 .. k + 1 of row b are all accepted: it must not rise
     along k. ``seconds_T[t]`` is what a round with t drafts of all rows together takes. Drafts are
@@ -168,7 +176,8 @@ def best_lengths(survival_BN: Floats, seconds_T: Floats, idle: int = 0) -> tuple
     order = np.lexsort((slots, -survival_BN.ravel()))  # of equals the earlier slot first
     gains = np.concatenate(([0.0], np.cumsum(survival_BN.ravel()[order])))
     tokens: Floats = idle + B + gains
-    chosen = order[: int(np.argmax(tokens / seconds_T))]
+    worth = max(float((tokens / (seconds_T + drafting)).max()), tokens[0] / seconds_T[0])
+    chosen = order[: int(np.argmax(tokens - worth * seconds_T))]
     return np.bincount(chosen // N, minlength=B).tolist(), tokens
 
 
@@ -196,13 +205,14 @@ class Survival:
     """How often a draft of a certain confidence is accepted where the ones before it were.
 
     ``confidence[k]`` and ``accepted[k]`` are points of a rising curve for slot k + 1; a slot beyond them
-    has the last curve.
+    has the last curve. ``typical`` are the confidences of whole blocks, a line each, as they came.
 
-    Raises ValueError for points that are no such curves.
+    Raises ValueError for points that are no such curves, and lines of different lengths.
     """
 
     confidence: tuple[tuple[float, ...], ...]
     accepted: tuple[tuple[float, ...], ...]
+    typical: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.confidence or len(self.confidence) != len(self.accepted):
@@ -215,6 +225,9 @@ class Survival:
                 raise ValueError("confidence falls along a slot's curve")
             if (y < 0).any() or (y > 1).any():
                 raise ValueError("accepted must be chances in [0, 1]")
+        blocks = _figures("typical", self.typical)
+        if self.typical and (blocks.ndim != 2 or not blocks.size):
+            raise ValueError("typical must have a line for every block")
 
     def __call__(self, confidence_BN: Floats) -> Floats:
         """Survival [B, N]: the running product of calibrated chances."""
@@ -240,69 +253,7 @@ def looked_at(draft: Draft, base: bool) -> Tensor:
     return logits if base else draft.hints.get("refined_RNV", logits)
 
 
-LOOK_SHARE = 0.02  # of the time that passes without drafting, what a look at drafts may cost
-LONGEST_PAUSE = 256  # rounds: about a reply
-
-
-@dataclass
-class Pace:
-    """Whether drafting pays at all, as this session saw it: a running mean, and a pause when not."""
-
-    lost: float | None = None  # plain rounds that a drafted round costs more than it saves
-    quiet: int = 0  # rounds still to pass without drafting
-    rows: int = 0
-
-    def seen(self, lost: float, rows: int) -> None:
-        """One more round was drafted; if it lost, drafting pauses until that is `LOOK_SHARE` of it."""
-        self.lost = lost if self.lost is None else 0.7 * self.lost + 0.3 * lost
-        self.rows = rows
-        self.quiet = min(math.ceil(max(self.lost, 0.0) / LOOK_SHARE), LONGEST_PAUSE)
-
-    def paused(self, rows: int) -> bool:
-        """Whether this round passes without drafting; a quarter fewer rows end a pause."""
-        if self.quiet <= 0 or rows <= 0.75 * self.rows:
-            self.quiet = 0
-            return False
-        self.quiet -= 1
-        return True
-
-
-@dataclass(kw_only=True)
-class SparingState:
-    """The inner drafter's state, and the pace of one session."""
-
-    inner: Any
-    pace: Pace = field(default_factory=Pace)
-
-
-class Sparing:
-    """A drafter that pauses while drafts do not pay; `CostAware` says when.
-
-    Rows that leave change the load, so a pause ends when a quarter of them has left since it began.
-    What the drafter needs to see waits in ``row.features`` meanwhile.
-    """
-
-    def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.taps, self.samples = (
-            inner,
-            inner.name,
-            inner.taps,
-            inner.samples,
-        )
-
-    def new_state(self, slots: int) -> SparingState:
-        """The inner drafter's, with a pace."""
-        return SparingState(inner=self.inner.new_state(slots))
-
-    def release(self, state: SparingState, slot: int) -> None:
-        """Forget the row in this slot."""
-        self.inner.release(state.inner, slot)
-
-    def propose(self, ctx: DraftContext) -> Draft:
-        """The inner drafter's draft, or none."""
-        if ctx.state.pace.paused(len(ctx.rows)):
-            return Draft.empty(len(ctx.rows))
-        return self.inner.propose(DraftContext(rows=ctx.rows, state=ctx.state.inner))
+GROUPS = 32  # an expectation is the mean of so many draws of typical blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +261,8 @@ class CostAware:
     """The lengths with the most expected committed tokens per measured second, over all rows.
 
     ``greedy`` and ``sampled`` are calibrations for rows at temperature 0 and above. With ``base`` it
-    looks at the drafter's first logits only, which do not depend on what is sampled this round.
+    looks at the drafter's first logits only, which do not depend on what is sampled this round. It is
+    the `pace.Outlook` of a drafter that pauses, too.
     """
 
     costs: Costs
@@ -319,6 +271,9 @@ class CostAware:
     base: bool = False
     name: str = "cost"
     profile: str = ""  # a short hash of the file that the figures come from
+    _known: dict[tuple[int, int, int], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def law(self) -> str:
@@ -335,25 +290,67 @@ class CostAware:
         found = confidences(looked_at(draft, self.base)).double().cpu().numpy()
         chosen = [ctx.rows[b] for _, b in live]
         survival = self._survival(found[[i for i, _ in live]], chosen)
-        rows = len(ctx.rows)
-        cached = sum(len(row.tokens) for row in ctx.rows)
-        warm = sum(row.params.temperature > 0 for row in ctx.rows) / rows
-        drafts_T = np.arange(survival.size + 1.0)
-        seconds = self.costs.verify(rows, drafts_T, cached)
-        seconds = seconds + self.costs.node(warm) * (rows + drafts_T)
-        kept, tokens = best_lengths(survival, seconds, rows - len(live))
+        kept, lost = self._best(survival, ctx.rows)
         if isinstance(ctx.state, SparingState):
-            spent = (seconds + self.costs.draft(rows, warm)) / seconds[0]
-            ctx.state.pace.seen(float((spent - tokens / tokens[0]).min()), rows)
+            ctx.state.pace.seen(lost)
         sizes = [0] * len(draft.sizes_B)
         for (_, b), size in zip(live, kept, strict=True):
             sizes[b] = size
         return sizes
 
+    def lost(self, rows: Sequence[Row]) -> float:
+        """Plain rounds that a drafted round of typical blocks loses: the mean of many draws of them.
+
+        0 without typical blocks. Contexts are told apart by steps of 256 cached tokens a row.
+        """
+        warm, context = sum(map(_warm, rows)), _cached(rows) // (256 * len(rows))
+        key = len(rows), warm, context
+        if not (self.greedy.typical and self.sampled.typical):
+            return 0.0
+        if key not in self._known:
+            rng = np.random.default_rng(0)
+            drawn = []
+            for _ in range(GROUPS):
+                parts = [
+                    curve(np.array(curve.typical)[rng.integers(len(curve.typical), size=count)])
+                    for curve, count in ((self.greedy, len(rows) - warm), (self.sampled, warm))
+                ]
+                drawn.append(self._best(np.concatenate(parts), rows)[1])
+            self._known[key] = float(np.mean(drawn))
+        return self._known[key]
+
+    def catching_up(self, rows: Sequence[Row]) -> float:
+        """Plain rounds that the drafter needs to take in what waits in ``row.features``."""
+        waiting = sum(len(part) for row in rows for part in row.features)
+        return self.costs.per_waiting * waiting / float(self._seconds(rows, np.zeros(1))[0])
+
+    def _best(self, survival_RN: Floats, rows: Sequence[Row]) -> tuple[list[int], float]:
+        """The best sizes [R] of the drafted ones of all rows, and the plain rounds that they lose."""
+        seconds_T = self._seconds(rows, np.arange(survival_RN.size + 1.0))
+        drafting = self.costs.draft(len(rows), sum(map(_warm, rows)) / len(rows))
+        idle = len(rows) - len(survival_RN)
+        kept, tokens_T = best_lengths(survival_RN, seconds_T, idle, drafting)
+        spent_T = seconds_T + drafting + self.costs.per_waiting * tokens_T
+        return kept, float((spent_T / seconds_T[0] - tokens_T / tokens_T[0]).min())
+
+    def _seconds(self, rows: Sequence[Row], drafts_T: Floats) -> Floats:
+        """Seconds of verifying and judging with each number of drafts of all rows together."""
+        node = self.costs.node(sum(map(_warm, rows)) / len(rows))
+        return self.costs.verify(len(rows), drafts_T, _cached(rows)) + node * (len(rows) + drafts_T)
+
     def _survival(self, confidence_RN: Floats, rows: Sequence[Row]) -> Floats:
-        warm = np.array([row.params.temperature > 0 for row in rows])
+        warm = np.array([_warm(row) for row in rows])
         out = self.greedy(confidence_RN)
         out[warm] = self.sampled(confidence_RN[warm])
         budgets = np.array([row.budget for row in rows])[:, None]
         out[np.arange(out.shape[1])[None] >= budgets] = 0.0  # never committed
         return out
+
+
+def _warm(row: Row) -> bool:
+    return row.params.temperature > 0
+
+
+def _cached(rows: Sequence[Row]) -> int:
+    """Tokens of all rows together."""
+    return sum(len(row.tokens) for row in rows)

@@ -67,8 +67,11 @@ def measure_costs(
         for warm in (False, True):
             timed |= {("draft", r, warm): partial(benches[r, middle].draft, warm) for r in rows}
             timed["node", warm] = partial(benches[rows[len(rows) // 2], middle].node, warm)
+        some = rows[len(rows) // 2]
+        timed["waiting"] = benches[some, middle].waiting
         took = _medians(timed, progress)
     slope = (took[most, 0, high] - took[most, 0, low]) / (most * (high - low))
+    waiting = (took["waiting"] - took["draft", some, False]) / (some * middle)
     costs = Costs(
         rows_B=tuple(rows),
         drafts_N=drafts,
@@ -79,6 +82,7 @@ def measure_costs(
         node_warm=took["node", True],
         context=middle,
         per_cached=max(0.0, slope),
+        per_waiting=max(0.0, waiting),
     )
     errors = [0.0]
     for r, d in between:
@@ -132,6 +136,18 @@ class _Bench:
         """Seconds of drafting for all rows, stages included; ``warm`` rows have temperature 1."""
         began = time.perf_counter()
         self._drafted(warm)
+        return time.perf_counter() - began
+
+    def waiting(self) -> float:
+        """Seconds of drafting for rows whose whole context waits to be taken in."""
+        drafter: Any = self.pipeline.drafter
+        width = len(drafter.taps) * self.target.hidden_size
+        for row in self.rows:
+            drafter.release(self.state, row.slot)
+            features = torch.randn(len(row.tokens) - 1, width).to(self.target.dtype)
+            row.features.append(features.to(self.target.device))
+        began = time.perf_counter()
+        self._drafted(warm=False)
         return time.perf_counter() - began
 
     def node(self, warm: bool) -> float:

@@ -15,7 +15,8 @@ from typing import Any
 from paceline.api import DEFAULT_DRAFTERS, load_drafter, packaged_drafters, packaged_with
 from paceline.core import Drafter, Stage
 from paceline.data.fingerprint import fingerprint_of, target_folder
-from paceline.decode.length import Cut, First, Sparing
+from paceline.decode.length import CostAware, Cut, First
+from paceline.decode.pace import Sparing
 from paceline.drafters.length import AdaLength
 from paceline.drafters.refine import Refine
 from paceline.evaluate.profile import cost_rule
@@ -167,8 +168,9 @@ class Method:
         for name, argument in self.stages:
             stage = STAGES[name](argument, parts)
             parts = replace(parts, stages=(*parts.stages, stage))
-        if drafter is not None and any(name == "cost" for name, _ in self.stages):
-            drafter = Sparing(drafter)  # the rule may find that nothing should be drafted
+        for stage in parts.stages:
+            if drafter is not None and isinstance(stage, Cut) and isinstance(stage.rule, CostAware):
+                drafter = Sparing(drafter, stage.rule)  # perhaps nothing should be drafted
         return Pipeline(target=target, drafter=drafter, accept=accept, stages=parts.stages)
 
 

@@ -34,9 +34,10 @@ from paceline.evaluate.tasks import load_tasks
 from paceline.gguf import cache_root
 from paceline.pipeline import Pipeline
 
-FORMAT = 2
+FORMAT = 3
 TOKENS = 64  # of a calibration reply
 BINS = 16
+TYPICAL = 64  # blocks whose confidences are kept
 _KEPT = ("paceline", "torch", "device", "device_name", "threads", "dtype")
 
 
@@ -113,6 +114,8 @@ def cost_rule(target: Any, method: Named, accept: str) -> CostAware:
         if costs.draft_warm_B is None:
             raise ValueError("draft_warm_B is missing")
         greedy, sampled = (Survival(**_tuples(found[name])) for name in ("greedy", "sampled"))
+        if not (greedy.typical and sampled.typical):
+            raise ValueError("typical is empty")
     except FileNotFoundError:
         raise ValueError(
             f"nothing is known of {bare} on this machine; measure it once: {command}"
@@ -267,7 +270,9 @@ def calibrate(found: Iterable[Seen]) -> Survival:
         )
         xs.append(tuple(x.tolist()))
         ys.append(tuple(isotonic(x, y, count).clip(0.01, 0.99).tolist()))
-    return Survival(confidence=tuple(xs), accepted=tuple(ys))
+    whole = [seen.confidence for seen in some if len(seen.confidence) == slots]
+    at = np.linspace(0, len(whole) - 1, min(TYPICAL, len(whole))).round().astype(int)
+    return Survival(confidence=tuple(xs), accepted=tuple(ys), typical=tuple(whole[i] for i in at))
 
 
 def _binned(confidence: Floats, accepted: Floats) -> tuple[Floats, Floats, Floats]:
