@@ -66,7 +66,7 @@ def served_estimate(
     greedy = _spread([item for item in rows if item.row.greedy], limit)
     sources = sorted({item.row.source for item in greedy})
     counts = {name: Served() for name in sources}
-    for item, runs in _runs(trainee, greedy, block_size):
+    for item, runs in runs_of(trainee, greedy, block_size):
         counts[item.row.source] += walk(runs)
     ranks = trainee.ranks
     committed = ranks.sum(*(counts[name].committed_tokens for name in sources))
@@ -86,10 +86,13 @@ def _spread(rows: Sequence[FeatureRow], limit: int) -> list[FeatureRow]:
     return [item for turn in turns for item in turn if item is not None][:limit]
 
 
-def _runs(
+def runs_of(
     trainee: Trainee, rows: Sequence[FeatureRow], block_size: int
 ) -> Iterator[tuple[FeatureRow, list[int]]]:
-    """This process's rows, each with the leading right drafts at all its reply tokens but the last."""
+    """This process's rows, each with the leading right drafts at all its reply tokens but the last.
+
+    All processes must go through it together. Figures beyond `served_estimate`'s are made of it.
+    """
     ordered = sorted(rows, key=lambda item: len(item.row.reply))  # similar sizes together
     parts = [ordered[at : at + _ROWS] for at in range(0, len(ordered), _ROWS)]
     ranks = trainee.ranks
