@@ -56,6 +56,9 @@ def dflash(target, *, reduced: bool = False, samples: bool = False, **changes) -
 def make(name: str, target, samples: bool = False):
     if name.startswith("dflash"):
         return dflash(target, reduced="reduced" in name, samples=samples)
+    if name == "dflare":
+        whole = {"layerwise_fusion": True, "split_kv": True, "tap_norm": True}
+        return dflash(target, samples=samples, **whole)
     if name == "ngram":
         return NgramDrafter(num_drafts=4)
     if name == "model-self":
@@ -63,7 +66,7 @@ def make(name: str, target, samples: bool = False):
     return ModelDrafter(tiny_target("llama", seed=5), target, num_drafts=3, samples=samples)
 
 
-NAMES = ["dflash", "dflash-reduced", "ngram", "model", "model-self"]
+NAMES = ["dflash", "dflash-reduced", "dflare", "ngram", "model", "model-self"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,7 +94,7 @@ def test_drafting_with_the_target_itself_accepts_everything() -> None:
         assert all(r.accepted == r.drafted for r in rounds)
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash-reduced", "model"])
+@pytest.mark.parametrize("name", ["dflash", "dflash-reduced", "dflare", "model"])
 def test_rejection_runs_for_ragged_mixed_rows(name: str) -> None:
     target = tiny_target()
     pipeline = Pipeline(target=target, drafter=make(name, target, True), accept="rejection")

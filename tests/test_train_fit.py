@@ -68,6 +68,26 @@ def whole(setup: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return finish(setup, tmp_path_factory.mktemp("whole"))
 
 
+def test_dflare_trains_and_is_widened_by_a_flat_step(setup: TrainConfig, tmp_path: Path) -> None:
+    """Both context parts learn, and the folder of one run is where the wider block begins."""
+    parts: dict[str, Any] = {"fusion": "layerwise", "split_kv": True, "tap_norm": True}
+    first = setup.replace(run_dir=str(tmp_path / "a"), gamma_step=0.5, **parts)
+    drafter = fit(first, say=silent).drafter
+    config, module, _ = load_dflash(drafter, torch.float32)
+    assert config.layerwise_fusion and config.split_kv and config.tap_norm
+    started = [0.0, 2.0, 0.0], [0.0, 0.0, 2.0]  # the taps that feed layers 1 and 3
+    logits = module.layer_fusion_weights.detach()
+    assert not torch.equal(logits, torch.tensor(started)[:, : logits.shape[1]])
+    for layer in module.layers:
+        attention: Any = layer.self_attn
+        assert not torch.equal(attention.k_proj_target.weight, attention.k_proj.weight)
+    wide = Phase(share=1.0, block_size=7, anchors_per_row=2, widened_from=4)
+    second = first.replace(
+        run_dir=str(tmp_path / "b"), init_from=str(drafter), block_size=7, phases=(wide,)
+    )
+    assert load_dflash(fit(second, say=silent).drafter)[0].block_size == 7
+
+
 def silent(_: str) -> None:
     pass
 

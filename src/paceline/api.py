@@ -36,11 +36,17 @@ def packaged_with(name: str, heads: Sequence[str]) -> str:
     return with_heads if heads and with_heads in packaged_drafters() else name
 
 
-def load_drafter(name: str, target: Any, *, samples: bool = False) -> Drafter | None:
+def load_drafter(
+    name: str, target: Any, *, samples: bool = False, block_size: int | None = None
+) -> Drafter | None:
     """A drafter by name: a packaged one, a DFlash folder, ``ngram``, ``model:NAME`` or ``none``.
+
+    ``block_size`` lets a block drafter draft another block than its folder says.
 
     Raises ValueError for an unknown name or a drafter of another target.
     """
+    if block_size is not None and (name in ("none", "ngram") or name.startswith("model:")):
+        raise ValueError(f"{name} drafts no blocks, so it has no block size")
     if name == "none":
         return None
     if name == "ngram":
@@ -60,7 +66,7 @@ def load_drafter(name: str, target: Any, *, samples: bool = False) -> Drafter | 
         )
     from paceline.drafters.dflash_draft import DFlashDrafter
 
-    return DFlashDrafter.load(folder, target, samples=samples)
+    return DFlashDrafter.load(folder, target, samples=samples, block_size=block_size)
 
 
 def resolve_drafter(

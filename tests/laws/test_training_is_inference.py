@@ -19,9 +19,11 @@ from paceline.train.start import embedding_table
 from tiny import tiny_target
 
 B = 5
+DFLARE = ("layerwise_fusion", "split_kv")
+NORMED = (*DFLARE, "tap_norm")
 
 
-def drafter_of(target, causal: bool) -> DFlashDrafter:
+def drafter_of(target, causal: bool, **changes) -> DFlashDrafter:
     config = DFlashConfig(
         hidden_size=32,
         intermediate_size=48,
@@ -36,6 +38,7 @@ def drafter_of(target, causal: bool) -> DFlashDrafter:
         target_layer_ids=(0, 1),
         max_position_embeddings=128,
         causal=causal,
+        **changes,
     )
     module = DFlashModule(config)
     init_random(module, torch.Generator().manual_seed(0), std=0.3)
@@ -61,9 +64,12 @@ def training_logits(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
-def test_drafts_of_a_session_are_what_training_saw(kind: str, causal: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("parts", [(), ("layerwise_fusion",), ("split_kv",), DFLARE, NORMED])
+def test_drafts_of_a_session_are_what_training_saw(
+    parts: tuple[str, ...], kind: str, causal: bool, monkeypatch
+) -> None:
     target = tiny_target(kind)
-    drafter = drafter_of(target, causal)
+    drafter = drafter_of(target, causal, **dict.fromkeys(parts, True))
     seen: dict[int, dict[int, Tensor]] = {0: {}, 1: {}}
     inner = drafter._block
 

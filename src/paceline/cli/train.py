@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,13 @@ from paceline.cli.common import JsonOption, progress_bar, write_json
 
 if TYPE_CHECKING:
     from paceline.train.config import TrainConfig
+
+FromOption = Annotated[
+    Path | None, typer.Option("--from", help="Drafter folder to go on from (init_from).")
+]
+BlockOption = Annotated[
+    int | None, typer.Option(min=2, help="Tokens per block, anchor included (block_size).")
+]
 
 
 def recipes(json_file: JsonOption = None) -> None:
@@ -49,6 +56,8 @@ def train(
             help="Features, checkpoints, logs, the drafter; none: runs/ and the recipe's name."
         ),
     ] = None,
+    init_from: FromOption = None,
+    block_size: BlockOption = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value (JSON or text), repeatable.")
     ] = None,
@@ -68,19 +77,23 @@ def train(
     Ctrl-C or SIGTERM save first. Several processes: torchrun --nproc-per-node N -m paceline.cli train ...
 
     Example: paceline train dflash --target path/to/model --data replies.jsonl --set layers=2
+
+    Example: paceline train smollm2_bloom --from runs/mine/drafter --block-size 24 --data replies.jsonl
     """
     from paceline.recipes import find_recipe, takes
-    from paceline.train.config import parse_settings
 
     files, chosen = tuple(map(str, data or ())), find_recipe(recipe)
-    changes = dict(parse_settings(settings or []))
-    if target is not None:
-        if "target" not in takes(chosen):
-            raise ValueError(f"{recipe} is for one target; `dflash` takes --target")
-        changes["target"] = target
-    elif "target" in takes(chosen):
+    options = {
+        "init_from": init_from and str(init_from),
+        "block_size": block_size,
+        "target": target,
+    }
+    changes = _changes(settings or [], options)
+    if target is not None and "target" not in takes(chosen):
+        raise ValueError(f"{recipe} is for one target; `dflash` takes --target")
+    if target is None and "target" in takes(chosen):
         raise ValueError(f"{recipe} is for any target; name one with --target")
-    if dry_run and not files and not takes(chosen):
+    if dry_run and not files and "target" not in takes(chosen):
         files = ("FILE (--data)",)
     given = {key: value for key, value in changes.items() if key in takes(chosen)}
     where = {} if run_dir is None else {"run_dir": str(run_dir)}
@@ -89,6 +102,17 @@ def train(
         show(config)
         return
     _roll_out(config) if roll_out else _fit(config)
+
+
+def _changes(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    """What --set and the options of the same meaning say; ValueError for what is said twice."""
+    from paceline.train.config import parse_settings
+
+    changes = dict(parse_settings(settings))
+    given = {key: value for key, value in options.items() if value is not None}
+    if twice := sorted(given.keys() & changes.keys()):
+        raise ValueError(f"{twice[0]} is given twice: as an option and with --set")
+    return changes | given
 
 
 def _fit(config: TrainConfig) -> None:

@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.drafters.dflare import ARCHITECTURE as DFLARE
+from paceline.drafters.dflare import TapNorm, diagonal, mix_shares, shares, start_on
 from paceline.drafters.heads import LengthHead, MarkovHead, XPressHead, init_head
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -89,6 +91,9 @@ class DFlashConfig:
     Heads (drafters/heads.py) are there if their size is: `markov_rank`, `xpress_rank` (with its
     `xpress_mlp_ratio`, and `num_jacobi_passes` sweeps unless told otherwise),
     `thresh_head_bottleneck_dim` for the length head.
+
+    DFlare (drafters/dflare.py) has `layerwise_fusion` instead of the fusing matrix and `split_kv`,
+    projections of its own for the context's keys and values; `tap_norm` is our own addition.
     """
 
     hidden_size: int
@@ -116,6 +121,9 @@ class DFlashConfig:
     xpress_mlp_ratio: int = 2
     num_jacobi_passes: int = 6
     thresh_head_bottleneck_dim: int | None = None
+    layerwise_fusion: bool = False
+    split_kv: bool = False
+    tap_norm: bool = False
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -144,6 +152,8 @@ class DFlashConfig:
             raise ValueError(f"target_layer_ids {bad} outside 0..{self.num_target_layers - 2}")
         if not self.target_layer_ids:
             raise ValueError("target_layer_ids is empty")
+        if self.tap_norm and not self.layerwise_fusion:
+            raise ValueError("tap_norm belongs to layerwise_fusion")
         if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size} exceeds the vocabulary")
 
@@ -151,6 +161,11 @@ class DFlashConfig:
     def feature_size(self) -> int:
         """Width of the concatenated taps, m * D."""
         return len(self.target_layer_ids) * self.hidden_size
+
+    @property
+    def is_dflare(self) -> bool:
+        """Whether the context side is DFlare's, all of it or a part."""
+        return self.layerwise_fusion or self.split_kv
 
     @property
     def refiners(self) -> tuple[str, ...]:
@@ -183,6 +198,9 @@ class DFlashConfig:
             flat.setdefault("xpress_mlp_ratio", ratio)
         if flat.get("use_sliding_window") and "layer_types" not in flat:
             raise ValueError("use_sliding_window needs layer_types")
+        if DFLARE in flat.get("architectures", ()):  # published configs have no keys for it
+            flat.setdefault("layerwise_fusion", True)
+            flat.setdefault("split_kv", True)
         chosen = {f.name: flat[f.name] for f in fields(cls) if f.name in flat}
         for name in ("target_layer_ids", "layer_types"):
             if isinstance(chosen.get(name), list):
@@ -208,8 +226,11 @@ class DFlashConfig:
             inner["causal"] = True
         if self.vocabulary_fingerprint is not None:
             inner["vocabulary_fingerprint"] = self.vocabulary_fingerprint
+        for name in ("layerwise_fusion", "split_kv", "tap_norm"):
+            if self.is_dflare:  # named, because only both together are what the architecture says
+                inner[name] = getattr(self, name)
         out: dict[str, Any] = {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": [DFLARE if self.is_dflare else "DFlashDraftModel"],
             "model_type": "qwen3",
             "block_size": self.block_size,
             "num_target_layers": self.num_target_layers,
@@ -292,8 +313,9 @@ def _flatten(data: Any) -> dict[str, Any]:
         if flat.get(name, value) != value:
             raise ValueError(f"{name} {flat[name]!r} is not supported; DFlash has {value!r}")
     names = flat.get("architectures", ["DFlash"])
-    if not (isinstance(names, list) and any(str(name).startswith("DFlash") for name in names)):
-        raise ValueError(f"architectures {names!r} names no DFlash drafter")
+    known_names = ("DFlash", DFLARE)
+    if not (isinstance(names, list) and any(str(n).startswith(known_names) for n in names)):
+        raise ValueError(f"architectures {names!r} names no DFlash or DFlare drafter")
     return flat
 
 
@@ -352,6 +374,9 @@ class _Attention(nn.Module):
         self.q_proj = _linear(width, queries, bias)
         self.k_proj = _linear(width, keys, bias)
         self.v_proj = _linear(width, keys, bias)
+        if config.split_kv:
+            self.k_proj_target = _linear(width, keys, bias)
+            self.v_proj_target = _linear(width, keys, bias)
         self.o_proj = _linear(queries, width, bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -391,7 +416,14 @@ class DFlashModule(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = _linear(config.feature_size, config.hidden_size)
+        if config.layerwise_fusion:
+            layers, taps = config.num_hidden_layers, len(config.target_layer_ids)
+            self.layer_fusion_weights = nn.Parameter(torch.full((layers, taps), math.nan))
+            if config.tap_norm:
+                self.tap_norm = TapNorm(taps, config.hidden_size, config.rms_norm_eps)
+        else:
+            self.fc = _linear(config.feature_size, config.hidden_size)
+        self._shares: Tensor | None = None
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
@@ -413,20 +445,36 @@ class DFlashModule(nn.Module):
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def context(self, features_CF: Tensor) -> Tensor:
-        """Fused context [C, D] of tapped features [C, F]; shared by all layers."""
-        out: Tensor = self.hidden_norm(self.fc(features_CF))
+        """Fused context [L', C, D] of tapped features [C, F]; L' is 1 where all layers share it, else
+        there is one for each layer."""
+        if not self.config.layerwise_fusion:
+            fused: Tensor = self.hidden_norm(self.fc(features_CF))
+            return fused[None]
+        if self.config.tap_norm:
+            features_CF = self.tap_norm(features_CF)
+        kept = self._shares
+        mixed = mix_shares(features_CF, shares(self.layer_fusion_weights) if kept is None else kept)
+        out: Tensor = self.hidden_norm(mixed)
         return out
 
-    def context_kv(self, i: int, context_CD: Tensor, positions_C: Tensor) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Keep what drafting would compute again each round; weights must not change any more."""
+        if self.config.layerwise_fusion:
+            self._shares = shares(self.layer_fusion_weights)
+
+    def context_kv(self, i: int, context_LCD: Tensor, positions_C: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (normed, rotated) and values [C, g, e] of layer `i` for context tokens.
 
         Needs no query and no other layer: all layers' context can be written to a cache at once.
         """
         attention: Any = self.layers[i].self_attn
-        shape = (len(context_CD), self.config.num_key_value_heads, self.config.head_dim)
-        keys = attention.k_norm(attention.k_proj(context_CD).view(shape))
-        values = attention.v_proj(context_CD).view(shape)
-        return self.rotate(keys, positions_C), values
+        context = context_LCD[i if len(context_LCD) > 1 else 0]
+        shape = (len(context), self.config.num_key_value_heads, self.config.head_dim)
+        split = self.config.split_kv
+        keys = (attention.k_proj_target if split else attention.k_proj)(context).view(shape)
+        values = (attention.v_proj_target if split else attention.v_proj)(context).view(shape)
+        return self.rotate(attention.k_norm(keys), positions_C), values
 
     def layer(self, i: int, hidden_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """One draft layer on packed block tokens: [T, D] -> [T, D]; attention is `attend`'s."""
@@ -469,11 +517,16 @@ class DFlashModule(nn.Module):
 
 @torch.no_grad()
 def init_random(module: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
-    """Fill every parameter: norms with 1, biases with 0, matrices with N(0, std), heads silent."""
+    """Fill every parameter: norms with 1, biases with 0, matrices with N(0, std), heads silent.
+
+    Layerwise fusion starts as published: each layer on the tap of its own depth.
+    """
     for name, weight in module.named_parameters():
         if name.partition(".")[0] in HEADS:
             continue
-        if weight.dim() == 1:
+        if name == "layer_fusion_weights":
+            start_on(weight, diagonal(*weight.shape))
+        elif weight.dim() == 1 or name == "tap_norm.weight":
             weight.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             weight.copy_(torch.randn(weight.shape, generator=generator) * std)

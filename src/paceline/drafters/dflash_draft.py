@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ class DFlashDrafter:
     ) -> None:
         _check_fit(config, target)
         self.config, self.module, self.target, self.samples = config, module, target, samples
+        module.fold()
         self.taps = tuple(config.target_layer_ids)
         self.vocabulary = None if d2t is None else draft_to_target(d2t).to(target.device)
         weight = target.head.weight.detach()
@@ -74,10 +75,21 @@ class DFlashDrafter:
 
     @classmethod
     def load(
-        cls, folder: str | os.PathLike[str], target: Any, *, samples: bool = False
+        cls,
+        folder: str | os.PathLike[str],
+        target: Any,
+        *,
+        samples: bool = False,
+        block_size: int | None = None,
     ) -> DFlashDrafter:
-        """Load a plain DFlash folder for this target, in the target's dtype and device."""
+        """Load a DFlash or DFlare folder for this target, in the target's dtype and device.
+
+        ``block_size`` drafts another block than the folder says: fewer or more masks, nothing else, for
+        the block has no weights of its own. (An xPress head has: it is refused where they differ.)
+        """
         config, module, d2t = load_dflash(folder, target.dtype)
+        if block_size is not None:
+            config = replace(config, block_size=block_size)
         _check_fit(config, target)
         _check_stored(folder, d2t, target)
         if can_prepack(target.dtype, target.device):

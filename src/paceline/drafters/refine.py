@@ -46,6 +46,11 @@ class Refine:
                 f"the drafter has no {kind} head; train one with `paceline train smollm2_{kind}`, or "
                 f"name a drafter that has it"
             )
+        if not head.walks and head.mix_l.shape[-1] != drafter.config.block_size:
+            raise ValueError(
+                f"the {kind} head mixes blocks of {head.mix_l.shape[-1]}, the drafter drafts blocks of "
+                f"{drafter.config.block_size}: leave block out, or train the head at that block"
+            )
         if head.walks and sweeps is not None:
             raise ValueError(f"{kind} walks through the block: it takes no number of sweeps")
         sweeps = drafter.config.num_jacobi_passes if sweeps is None else sweeps

@@ -73,9 +73,15 @@ def _cost(argument: str | None, parts: Parts) -> Stage:
     return Cut(cost_rule(parts.target, parts.method, parts.accept))
 
 
+def _block(argument: str | None, parts: Parts) -> Stage:
+    """No stage: `Method.pipeline` loads the drafter with it and takes it out."""
+    raise AssertionError("block is the drafter's")
+
+
 REFINERS = ("xpress", "markov")
 STAGES: dict[str, StageFactory] = {
     **{kind: _refine(kind) for kind in REFINERS},
+    "block": _block,
     "first": _first,
     "length": _length,
     "cost": _cost,
@@ -103,6 +109,11 @@ class Method:
             choice = "/".join(Path(choice).parts[-2:])
         parts = [(self.drafter, choice), *self.stages]
         return "+".join(name if of is None else f"{name}:{of}" for name, of in parts)
+
+    @property
+    def block_size(self) -> int | None:
+        """Another block than the drafter's folder says: ``+block:N``."""
+        return next((int(str(of)) for name, of in self.stages if name == "block"), None)
 
     def source(self, target: Any) -> str:
         """What ``api.load_drafter`` calls this drafter."""
@@ -161,11 +172,14 @@ class Method:
         if self.drafter == "plain":
             check_accept(accept)
             return Pipeline(target=target)
-        anew = bool(self.stages) and self.stages[0][0] in REFINERS
+        real = [stage for stage in self.stages if stage[0] != "block"]
+        anew = bool(real) and real[0][0] in REFINERS
         samples = accept == "rejection" and not anew
-        drafter: Drafter | None = load_drafter(self.source(target), target, samples=samples)
+        drafter: Drafter | None = load_drafter(
+            self.source(target), target, samples=samples, block_size=self.block_size
+        )
         parts = Parts(target=target, drafter=drafter, accept=accept, method=self)
-        for name, argument in self.stages:
+        for name, argument in real:
             stage = STAGES[name](argument, parts)
             parts = replace(parts, stages=(*parts.stages, stage))
         for stage in parts.stages:
@@ -205,7 +219,16 @@ def parse_method(text: str) -> Method:
         raise ValueError("model needs the smaller model: model:NAME")
     if choice is not None and drafter in ("plain", "ngram"):
         raise ValueError(f"{drafter} takes nothing after ':'; got {text!r}")
-    _check_order(text, [name for name, _ in stages])
+    for name, of in stages:
+        if name == "block" and (of is None or not of.isdecimal() or int(of) < 2):
+            raise ValueError(
+                f"{text!r}: block needs its size, the anchor included and at least 2: block:N"
+            )
+    _check_order(text, [name for name, _ in stages if name != "block"])
+    if [name for name, _ in stages].count("block") > 1 or "block" in [n for n, _ in stages[1:]]:
+        raise ValueError(f"{text!r}: block belongs to the drafter: name it once and first")
+    if drafter != "dflash" and stages and stages[0][0] == "block":
+        raise ValueError(f"{drafter} drafts no blocks, so it has no block size; got {text!r}")
     if drafter == "plain" and stages:
         raise ValueError(f"plain decoding has no stages; got {text!r}")
     if drafter == "dflash" and choice is not None:

@@ -51,7 +51,7 @@ def export_plain(source: Path, out: Path, head_VD: torch.Tensor | None = None) -
 def without_heads(config: DFlashConfig, module: DFlashModule) -> tuple[DFlashConfig, DFlashModule]:
     """The drafter alone, in the same dtype: what other loaders know."""
     plain = replace(config, **_NO_HEADS)
-    bare = DFlashModule(plain).to(module.fc.weight.dtype)
+    bare = DFlashModule(plain).to(module.norm.weight.dtype)
     state = module.state_dict()
     bare.load_state_dict({name: state[name] for name in bare.state_dict()})
     return plain, bare

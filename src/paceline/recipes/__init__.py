@@ -14,12 +14,17 @@ from paceline.recipes.generic import dflash
 from paceline.recipes.papers import (
     TARGETS,
     llama31_8b_dflash,
+    qwen3_4b_dflare,
     qwen3_4b_dflash,
+    qwen3_8b_dflare,
     qwen3_8b_dflash,
 )
 from paceline.recipes.smollm2 import (
     smollm2_adaflash,
+    smollm2_bloom,
+    smollm2_bloom_continued,
     smollm2_continued,
+    smollm2_dflare,
     smollm2_dflash,
     smollm2_dflash_longer,
     smollm2_draft_opd,
@@ -44,8 +49,13 @@ RECIPES: dict[str, Recipe] = {
         smollm2_length_head,
         smollm2_adaflash,
         smollm2_draft_opd,
+        smollm2_dflare,
+        smollm2_bloom,
+        smollm2_bloom_continued,
         qwen3_4b_dflash,
         qwen3_8b_dflash,
+        qwen3_4b_dflare,
+        qwen3_8b_dflare,
         llama31_8b_dflash,
     )
 }

@@ -107,6 +107,30 @@ def qwen3_8b_dflash(data: tuple[str, ...], run_dir: str = "runs/qwen3-8b-dflash"
     )
 
 
+def _dflare(target: str, data: tuple[str, ...], run_dir: str) -> TrainConfig:
+    """Source: DFlare, arXiv 2606.02091: 7 layers, 9 taps, 2.4 million rows, gamma rises by the epoch."""
+    base = _dflash(target, data, run_dir, mask_token_id=_QWEN3_MASK, block_size=16, gamma=4.5)
+    return base.replace(
+        taps=(1, 5, 9, 13, 17, 21, 25, 29, 33),
+        layers=7,
+        fusion="layerwise",
+        split_kv=True,
+        gamma_step=0.5,
+        steps=_EPOCHS * 3 * _ROWS // _BATCH,
+        rows_per_shard=4,
+    )
+
+
+def qwen3_4b_dflare(data: tuple[str, ...], run_dir: str = "runs/qwen3-4b-dflare") -> TrainConfig:
+    """DFlare for Qwen3-4B as published: 7 layers, 9 taps, blocks of 16, 2.4 million rows."""
+    return _dflare("Qwen/Qwen3-4B", data, run_dir)
+
+
+def qwen3_8b_dflare(data: tuple[str, ...], run_dir: str = "runs/qwen3-8b-dflare") -> TrainConfig:
+    """DFlare for Qwen3-8B as published: 7 layers, 9 taps, blocks of 16, 2.4 million rows."""
+    return _dflare("Qwen/Qwen3-8B", data, run_dir)
+
+
 def llama31_8b_dflash(
     data: tuple[str, ...], run_dir: str = "runs/llama31-8b-dflash"
 ) -> TrainConfig:

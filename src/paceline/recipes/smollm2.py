@@ -5,7 +5,10 @@ Does not know commands; each function returns the full frozen config.
 
 from __future__ import annotations
 
+import dataclasses
+
 from paceline.api import DEFAULT_DRAFTERS, WEIGHTS
+from paceline.drafters.dflash import read_config
 from paceline.train.config import LengthHead, Phase, Refiner, TrainConfig
 from paceline.train.policy_config import OnPolicy
 
@@ -92,6 +95,79 @@ def smollm2_markov(data: tuple[str, ...], run_dir: str = "runs/smollm2-markov") 
     """The packaged drafter with a Markov head, on the same budget: the refiner's baseline."""
     refiner = Refiner(kind="markov", free_sweeps=0)
     return smollm2_continued(data, run_dir).replace(refiner=refiner)
+
+
+def smollm2_dflare(data: tuple[str, ...], run_dir: str = "runs/smollm2-dflare") -> TrainConfig:
+    """DFlare on `smollm2_dflash`'s budget: three layers, each with its own mixture of nine taps.
+
+    Layers 9, 15 and 21 start as copies that are fed by the tap before them.
+    """
+    return smollm2_dflash(data, run_dir).replace(
+        taps=(1, 4, 8, 11, 14, 17, 20, 24, 27),
+        init_layers=(9, 15, 21),
+        fusion="layerwise",
+        split_kv=True,
+    )
+
+
+def smollm2_bloom(
+    data: tuple[str, ...],
+    run_dir: str = "runs/smollm2-bloom",
+    *,
+    init_from: str | None = None,
+    block_size: int = 12,
+) -> TrainConfig:
+    """DBloom, arm A: widens the block of a trained drafter (--from, --block-size), nothing else.
+
+    One flat step of weights, three for a fresh slot, no decay, a small learning rate. Goes on with a
+    DFlash or DFlare drafter; a refiner head goes on only if ``refiner`` names it.
+    """
+    start = init_from or str(WEIGHTS / DEFAULT_DRAFTERS["smollm2"])
+    theirs = read_config(start)
+    if block_size <= theirs.block_size:
+        raise ValueError(
+            f"{start} drafts blocks of {theirs.block_size} already: --block-size must be more than that"
+        )
+    wide = Phase(
+        share=1.0, block_size=block_size, anchors_per_row=12, widened_from=theirs.block_size
+    )
+    return smollm2_continued(data, run_dir).replace(
+        init_from=start,
+        init_layers=(),
+        layers=theirs.num_hidden_layers,
+        taps=theirs.target_layer_ids,
+        fusion="layerwise" if theirs.layerwise_fusion else "fc",
+        split_kv=theirs.split_kv,
+        tap_norm=theirs.tap_norm,
+        mask_token_id=theirs.mask_token_id,
+        draft_vocab_size=theirs.draft_vocab_size,
+        block_size=block_size,
+        phases=(wide,),
+        lr=5e-4,
+        steps=1400,
+    )
+
+
+def smollm2_bloom_continued(
+    data: tuple[str, ...],
+    run_dir: str = "runs/smollm2-bloom-continued",
+    *,
+    init_from: str | None = None,
+    block_size: int = 12,
+) -> TrainConfig:
+    """DBloom, arm B: goes on at the old block first, on text that was rare, then widens as arm A.
+
+    The first stage has twice the learning rate of the second, and the decay of any training.
+    """
+    wide = smollm2_bloom(data, run_dir, init_from=init_from, block_size=block_size)
+    old = read_config(str(wide.init_from)).block_size
+    return wide.replace(
+        phases=(
+            Phase(share=0.5, block_size=old, anchors_per_row=16, lr_share=2.0),
+            dataclasses.replace(wide.phases[0], share=0.5),
+        ),
+        steps=2 * wide.steps,
+    )
 
 
 def smollm2_length_head(

@@ -27,6 +27,7 @@ _AT_LEAST_ONE = (
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda v: v > 0, "above 0"),
     "gamma": (lambda v: v > 0, "above 0"),
+    "gamma_step": (lambda v: v >= 0, "at least 0"),
     "clip": (lambda v: v > 0, "above 0"),
     "head_lr": (lambda v: v is None or v > 0, "above 0, or null for lr"),
     "warmup": (lambda v: 0 <= v <= 1, "a share of the steps, 0 to 1"),
@@ -39,7 +40,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "draft_vocab_size": (lambda v: v is None or v > 0, "above 0, or null for all"),
     "cache_gb": (lambda v: v is None or v >= 0, "at least 0 (nothing is cached)"),
 }
+FRESH_WEIGHT = 3.0  # of a slot that block expansion adds, against 1 for those that were there
 _CHOICES = {
+    "fusion": ("fc", "layerwise"),
     "compute": ("auto", "bf16", "fp32"),
     "parallel": ("ddp", "fsdp"),
     "loss": ("ce", "kl", "tv", "adaflash", "draft_opd", "draft_opd_code"),
@@ -52,15 +55,28 @@ class Phase:
 
     ``words`` trains against the head's rows of that many most frequent words alone, which is cheaper;
     the head is frozen, so a later phase adds the others at no loss. None: the whole draft vocabulary.
+
+    ``widened_from`` marks a phase of block expansion: slots below it weigh 1 and the fresh ones behind it
+    `FRESH_WEIGHT`, in place of the run's decay (DBloom, arXiv 2608.30427: with a decay the tail never
+    learns). ``lr_share`` multiplies the learning rate, for stages with one of their own.
     """
 
     share: float
     block_size: int
     anchors_per_row: int
     words: int | None = None
+    widened_from: int | None = None
+    lr_share: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.widened_from is not None and not 2 <= self.widened_from < self.block_size:
+            raise ValueError(
+                f"widened_from of a phase is {self.widened_from}: it is the block before it was widened to "
+                f"{self.block_size}, at least 2 and less than that"
+            )
+        if self.lr_share <= 0:
+            raise ValueError("lr_share of a phase is above 0")
         if self.block_size < 2 or self.anchors_per_row < 1 or self.share <= 0:
             raise ValueError(
                 "a phase needs block_size >= 2 (anchor included), anchors_per_row >= 1, share > 0"
@@ -122,7 +138,10 @@ class LengthHead:
 class TrainConfig:
     """Everything that decides the result of a run.
 
-    ``gamma`` is the decay of the position weights exp(-(k - 1) / gamma). ``init_layers`` are target
+    ``gamma`` is the decay of the position weights exp(-(k - 1) / gamma); it grows by ``gamma_step`` with
+    every pass over the rows (DFlare: early slots first, the hard tail later). ``fusion`` is the fusing
+    matrix (fc) or DFlare's mixture of the taps for each layer (layerwise, perhaps with ``tap_norm``),
+    ``split_kv`` gives the context keys and values of their own. ``init_layers`` are target
     layers whose weights start the draft layers, one each; without them the ``layers`` draft layers
     start at random. ``draft_vocab_size`` None trains the full vocabulary. ``init_from`` is a drafter
     folder to start from instead. ``loss`` is ce, the cross-entropy of the text; or kl or tv,
@@ -158,6 +177,9 @@ class TrainConfig:
     compute: str = "auto"
     recompute: bool = False
     parallel: str = "ddp"
+    fusion: str = "fc"
+    split_kv: bool = False
+    tap_norm: bool = False
     refiner: Refiner | None = None
     length_head: LengthHead | None = None
     lr: float = 2.5e-3
@@ -167,6 +189,7 @@ class TrainConfig:
     warmup: float = 0.04
     clip: float = 1.0
     gamma: float = 3.0
+    gamma_step: float = 0.0
     loss: str = "ce"
     distil: Distil = Distil()
     on_policy: OnPolicy | None = None
@@ -194,6 +217,8 @@ class TrainConfig:
         for name, (fits, wanted) in _RANGES.items():
             if not fits(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+        if self.tap_norm and self.fusion != "layerwise":
+            raise ValueError("tap_norm belongs to fusion=layerwise")
         if self.draft_layers < 1:
             raise ValueError("set layers (a random start) or init_layers (target layers to copy)")
         if self.init_layers and self.draft_layers != len(self.init_layers):

@@ -57,11 +57,17 @@ class Outcome:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then cosine to zero."""
+    """Linear warm-up, then cosine to zero; of each phase, its share."""
     warm = max(1, round(config.warmup * config.steps))
+    top = config.lr * config.phase_at(step).lr_share
     if step < warm:
-        return config.lr * (step + 1) / warm
-    return config.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, config.steps - warm)))
+        return top * (step + 1) / warm
+    return top * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, config.steps - warm)))
+
+
+def gamma_at(config: TrainConfig, rows: int, step: int) -> float:
+    """The decay of the position weights in this step: it grows with each whole pass over the rows."""
+    return config.gamma + config.gamma_step * (step * config.rows_per_step // max(1, rows))
 
 
 def train_step(
@@ -72,9 +78,11 @@ def train_step(
     Every process gets the blocks of all rows, so each knows the weight of the whole step, and
     computes its own rows' part of the loss. Raises `Stopped` when the source does.
     """
-    batch, head = source.batch(step), trainee.head_of(config.phase_at(step).words)
+    phase = config.phase_at(step)
+    batch, head = source.batch(step), trainee.head_of(phase.words)
     rows, blocks = batch.rows, batch.blocks
-    supervised = supervise(config, head, blocks, batch.rounds)
+    how: Any = {"gamma": gamma_at(config, trainee.rows, step), "widened_from": phase.widened_from}
+    supervised = supervise(config, head, blocks, batch.rounds, **how)
     mine = _parts(len(rows), config.micro_batches, trainee.ranks)
     loss = 0.0
     for at, part in enumerate(mine):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.train.blocks import Blocks
-from paceline.train.config import TrainConfig
+from paceline.train.config import FRESH_WEIGHT, TrainConfig
 from paceline.train.features import FeatureRow
 from paceline.train.losses import Rule, ce_rule, distance_rule, mixed_rule, position_weights
 from paceline.train.policy_losses import (
@@ -68,14 +68,27 @@ class Supervised:
 
 
 def supervise(
-    config: TrainConfig, head: Head, blocks: Blocks, rounds: Rounds | None = None
+    config: TrainConfig,
+    head: Head,
+    blocks: Blocks,
+    rounds: Rounds | None = None,
+    *,
+    gamma: float | None = None,
+    widened_from: int | None = None,
 ) -> Supervised:
-    """Supervision of all blocks of a step; ``rounds`` are needed for the losses of judged drafts."""
+    """Supervision of all blocks of a step; ``rounds`` are needed for the losses of judged drafts.
+
+    ``gamma`` is this step's decay (None: the config's). With ``widened_from`` there is none: slots below it
+    weigh 1, fresh ones `FRESH_WEIGHT`.
+    """
     labels, keep = head.labels(blocks), blocks.keep_RA[..., None]
     whole_RA = (blocks.keep_RA & (blocks.labels_RAk[..., 0] >= 0)).float()
     whole_RA /= whole_RA.sum().clamp_min(1)
     if not config.loss.startswith("draft_opd"):
-        weights = position_weights(labels, config.gamma) * keep
+        if widened_from is None:
+            weights = position_weights(labels, config.gamma if gamma is None else gamma) * keep
+        else:
+            weights = step_weights(labels, widened_from) * keep
         total = weights.sum()
         return Supervised(
             labels_RAk=labels,
@@ -108,6 +121,16 @@ def supervise(
         rejected_RAk=second,
         rounds=rounds,
     )
+
+
+def step_weights(labels_RAk: Tensor, widened_from: int) -> Tensor:
+    """Flat step: 1 for the drafts of the old block, `FRESH_WEIGHT` for those behind; 0 without a label.
+
+    Source: DBloom, arXiv 2608.30427, section on the loss shape.
+    """
+    weights = torch.ones(labels_RAk.shape[-1])
+    weights[widened_from - 1 :] = FRESH_WEIGHT
+    return weights * (labels_RAk >= 0)
 
 
 def make_rule(

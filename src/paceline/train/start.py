@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.drafters.dflare import start_on
 from paceline.drafters.dflash import (
     DFlashConfig,
     DFlashModule,
@@ -38,6 +39,9 @@ _MUST_AGREE = (  # what the weights of an earlier drafter were trained with
     "sliding_window",
     "rms_norm_eps",
     "rope_theta",
+    "layerwise_fusion",
+    "split_kv",
+    "tap_norm",
 )
 # Of a target layer that can be copied: the parts it may have, and no others.
 _LAYER_PARTS = {
@@ -74,6 +78,8 @@ def drafter_shape(config: TrainConfig, target: Any) -> DFlashConfig:
         added[f"{refiner.kind}_rank"] = refiner.rank
     if refiner is not None and refiner.kind == "xpress":
         added |= {"xpress_mlp_ratio": refiner.mlp_ratio, "num_jacobi_passes": refiner.passes}
+    added |= {"layerwise_fusion": config.fusion == "layerwise"}
+    added |= {"split_kv": config.split_kv, "tap_norm": config.tap_norm}
     if length is not None:
         added["thresh_head_bottleneck_dim"] = length.bottleneck
     eps = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
@@ -214,8 +220,8 @@ def start_module(
 ) -> DFlashModule:
     """A module in float32 with every weight set: from ``init_from``, target layers or at random.
 
-    A random start is N(0, 0.02) with norms at 1; the fusing layer sees every tapped dimension at
-    the same magnitude, for a few dimensions would otherwise drown the others.
+    A random start is N(0, 0.02) with norms at 1, but every tapped dimension enters at the same
+    magnitude (`_level`). Copied layers keep the target's own: their gains were learned with it.
     """
     module = DFlashModule(shape)
     generator = torch.Generator().manual_seed(config.seed)
@@ -224,13 +230,12 @@ def start_module(
     if config.init_from:
         check_start(config, shape)
         _, theirs, _ = load_dflash(config.init_from, torch.float32)
-        kept = theirs.state_dict()
-        module.load_state_dict(
-            module.state_dict() | {n: kept[n] for n in kept_names(theirs, shape)}
-        )
+        kept, mine = theirs.state_dict(), module.state_dict()
+        names = kept_names(theirs, shape)
+        module.load_state_dict(mine | {n: _grown(n, mine[n], kept[n]) for n in names})
         return module
     if not config.init_layers:
-        module.fc.weight.div_(rms)
+        _level(module, rms)
         return module
     layers = target.get_decoder().layers
     for source in config.init_layers:
@@ -238,7 +243,11 @@ def start_module(
     sample = torch.cat([item.tensor()[1:].cpu().float() for item in rows[:16]])
     for i, source in enumerate(config.init_layers):
         _copy_layer(module.layers[i], layers[source], shape, config.taps, source, sample)
-    _start_fc(module, config, rms, generator)
+    if shape.layerwise_fusion:
+        near = [_feeding(config.taps, source) for source in config.init_layers]
+        start_on(module.layer_fusion_weights, near)
+    else:
+        _start_fc(module, config, rms, generator)
     module.norm.weight.copy_(0.33 * _gain(target.get_decoder().norm))
     return module
 
@@ -251,9 +260,30 @@ def kept_names(theirs: DFlashModule, shape: DFlashConfig) -> list[str]:
     other = {
         name.partition(".")[0]
         for name, weight in theirs.state_dict().items()
-        if name not in mine or mine[name].shape != weight.shape
+        if name not in mine or (mine[name].shape != weight.shape and not _grows(name, mine, weight))
     }
     return [name for name in theirs.state_dict() if name.partition(".")[0] not in other]
+
+
+_MIXER = "xpress_head.mix_l"
+
+
+def _grows(name: str, mine: dict[str, Tensor], theirs: Tensor) -> bool:
+    """Whether it is a refiner's mixer [r, b, b] that goes on in a wider block."""
+    return name == _MIXER and mine[name].shape[0] == theirs.shape[0]
+
+
+def _grown(name: str, mine: Tensor, theirs: Tensor) -> Tensor:
+    """A kept weight; of a mixer for another block size the part for slots that both have.
+
+    The mixer is causal: what fresh slots add at its end, zero here, changes nothing in the old ones.
+    """
+    if mine.shape == theirs.shape:
+        return theirs
+    assert name == _MIXER
+    grown, b = torch.zeros_like(mine), min(mine.shape[-1], theirs.shape[-1])
+    grown[:, :b, :b] = theirs[:, :b, :b]
+    return grown
 
 
 def kept_vocabulary(config: TrainConfig, shape: DFlashConfig) -> Tensor | None:
@@ -322,13 +352,36 @@ def _copy_layer(
     for name in ("gate_proj", "up_proj", "down_proj"):
         getattr(mine.mlp, name).weight.copy_(getattr(theirs.mlp, name).weight)
     mine.post_attention_layernorm.weight.copy_(_gain(theirs.post_attention_layernorm))
-    near = min(range(len(taps)), key=lambda j: abs(taps[j] + 1 - source))
+    near = _feeding(taps, source)
     states = sample[:, near * shape.hidden_size : (near + 1) * shape.hidden_size]
     states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + shape.rms_norm_eps)
     for norm, name in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
         projected = states @ getattr(mine.self_attn, name).weight.T
         size = projected.view(len(states), -1, shape.head_dim).square().mean(-1).sqrt().mean()
         getattr(mine.self_attn, norm).weight.fill_(float(size))
+    if shape.split_kv:
+        mine.self_attn.k_proj_target.weight.copy_(mine.self_attn.k_proj.weight)
+        mine.self_attn.v_proj_target.weight.copy_(mine.self_attn.v_proj.weight)
+
+
+def _feeding(taps: Sequence[int], source: int) -> int:
+    """Which tap is, or is nearest to, the input of a target layer."""
+    return min(range(len(taps)), key=lambda j: abs(taps[j] + 1 - source))
+
+
+def _level(module: DFlashModule, rms_F: Tensor) -> None:
+    """Let a context of random weights see all tapped dimensions at the same magnitude: a few would
+    otherwise drown the others."""
+    shape = module.config
+    if not shape.layerwise_fusion:
+        module.fc.weight.div_(rms_F)
+        return
+    rms_TD = rms_F.view(len(shape.target_layer_ids), -1)
+    if shape.tap_norm:
+        module.tap_norm.weight.copy_(rms_TD.square().mean(1, keepdim=True).sqrt() / rms_TD)
+    else:  # the norm behind the mixtures is shared: it levels their mean
+        mixed_D = rms_TD.square().mean(0).sqrt()
+        module.hidden_norm.weight.copy_(mixed_D.square().mean().sqrt() / mixed_D)
 
 
 def _start_fc(
@@ -336,9 +389,7 @@ def _start_fc(
 ) -> None:
     """Identity on the tap that feeds the last copied layer, small noise on the others."""
     width = module.config.hidden_size
-    near = min(
-        range(len(config.taps)), key=lambda j: abs(config.taps[j] + 1 - config.init_layers[-1])
-    )
+    near = _feeding(config.taps, config.init_layers[-1])
     block = slice(near * width, (near + 1) * width)
     level = float(rms[block].median())
     noise = torch.randn(module.fc.weight.shape, generator=generator)

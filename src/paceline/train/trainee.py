@@ -109,7 +109,8 @@ class Trainee:
     """A drafter in training. ``model`` is ``states`` itself, or what DDP or FSDP made of it.
 
     Features are divided by ``rms_F``, the root mean square of each tapped dimension, before the
-    drafter sees them: a few dimensions would drown the others. `fused` undoes it in the weights.
+    drafter sees them: a few dimensions would drown the others. `fused` undoes it in the weights. A
+    drafter that mixes taps (layerwise fusion) has no weight to undo it in: there it is 1.
     """
 
     shape: DFlashConfig
@@ -121,6 +122,7 @@ class Trainee:
     vocabulary: Tensor | None  # target ids [V'] of the draft vocabulary
     counts: npt.NDArray[np.int64]  # [V] how often the training replies have each target id
     ranks: Ranks
+    rows: int = 0  # training rows: so many make a pass over the text
     totals: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("blocks", "positions", "seconds"), 0.0)
     )
@@ -200,6 +202,8 @@ def row_of(ids_V: Tensor, vocab_size: int) -> Tensor:
 def fused(masters: dict[str, Tensor], rms_F: Tensor) -> dict[str, Tensor]:
     """The weights of a drafter that sees raw features, from full masters of `DraftStates`."""
     plain = {name.removeprefix("drafter."): weight for name, weight in masters.items()}
+    if "fc.weight" not in plain:  # a mixture of taps cannot undo it: it saw raw features
+        return plain
     return plain | {"fc.weight": plain["fc.weight"] / rms_F.cpu()}
 
 
@@ -225,8 +229,7 @@ def make_trainee(
     if not rms.isfinite().all():
         raise ValueError("the target's tapped states hold NaN or infinity; try compute=fp32")
     drafter = start_module(config, shape, target, rows, rms).float()
-    with torch.no_grad():
-        drafter.fc.weight.mul_(rms)
+    rms = _scaled(drafter, rms)
     head = target.get_output_embeddings().weight.detach().to(dtype)
     counts = count_tokens([item.row for item in rows], shape.vocab_size)
     vocabulary, to_draft = None, torch.arange(shape.vocab_size)
@@ -260,7 +263,17 @@ def make_trainee(
         vocabulary=vocabulary,
         counts=counts,
         ranks=ranks,
+        rows=len(rows),
     )
+
+
+@torch.no_grad()
+def _scaled(drafter: DFlashModule, rms_F: Tensor) -> Tensor:
+    """What features are divided by [F], with the drafter's weights made for it."""
+    if drafter.config.layerwise_fusion:
+        return torch.ones_like(rms_F)
+    drafter.fc.weight.mul_(rms_F)
+    return rms_F
 
 
 def _groups(config: TrainConfig, model: nn.Module) -> list[dict[str, Any]]:
