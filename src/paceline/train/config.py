@@ -72,7 +72,7 @@ class Phase:
         check_types(self)
         if self.widened_from is not None and not 2 <= self.widened_from < self.block_size:
             raise ValueError(
-                f"widened_from of a phase is {self.widened_from}: it is the block before it was widened to "
+                f"widened_from of a phase is {self.widened_from}: the block before widening to "
                 f"{self.block_size}, at least 2 and less than that"
             )
         if self.lr_share <= 0:

@@ -78,8 +78,8 @@ def supervise(
 ) -> Supervised:
     """Supervision of all blocks of a step; ``rounds`` are needed for the losses of judged drafts.
 
-    ``gamma`` is this step's decay (None: the config's). With ``widened_from`` there is none: slots below it
-    weigh 1, fresh ones `FRESH_WEIGHT`.
+    ``gamma`` is this step's decay (None: the config's). With ``widened_from`` there is none: slots below
+    it weigh 1, fresh ones `FRESH_WEIGHT`.
     """
     labels, keep = head.labels(blocks), blocks.keep_RA[..., None]
     whole_RA = (blocks.keep_RA & (blocks.labels_RAk[..., 0] >= 0)).float()
