@@ -30,6 +30,7 @@ from paceline.cli.common import (
     load_pipeline,
     write_json,
 )
+from paceline.cli.preflight import preflight
 from paceline.cli.profile import profile
 from paceline.cli.report import report
 from paceline.cli.train import recipes, train
@@ -263,6 +264,7 @@ def export(
 
 
 app.command()(bench)
+app.command()(preflight)
 app.command()(profile)
 app.command()(recipes)
 app.command()(report)
