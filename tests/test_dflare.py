@@ -26,6 +26,7 @@ from paceline.drafters.dflash import (
 from paceline.drafters.dflash_draft import DFlashDrafter
 from paceline.drafters.refine import Refine
 from paceline.evaluate.methods import parse_method
+from paceline.export.plain import export_plain
 from paceline.pipeline import Pipeline
 from paceline.recipes import find_recipe, target_config
 from paceline.train.config import FRESH_WEIGHT, Phase
@@ -126,6 +127,14 @@ def test_round_trip_and_every_tensor_is_wanted(tmp_path: Path, parts: dict[str, 
         save_file({k: v for k, v in state.items() if k != name}, file)
         with pytest.raises(ValueError, match=f"missing tensor {name}"):
             load_dflash(tmp_path / "d")
+
+
+def test_what_no_engine_reads_is_not_exported(tmp_path: Path) -> None:
+    config, module = made(split_kv=True)
+    folder = save_dflash(tmp_path / "d", config, module)
+    with pytest.raises(ValueError, match="is a DFlare drafter"):
+        export_plain(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_published_config_without_our_keys_is_dflare() -> None:

@@ -31,11 +31,16 @@ def export_plain(source: Path, out: Path, head_VD: torch.Tensor | None = None) -
 
     vLLM reads ``d2t`` only together with the matching rows of the head, so they are written too. Heads
     behind the drafter are left out: the plain format has none, and engines refuse unknown tensors.
-    Raises ValueError if ``out`` exists, or the head is missing or another target's.
+    Raises ValueError if ``out`` exists, for a DFlare drafter, or if the head is missing or another target's.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is no empty folder; name another one")
     config, module, d2t = load_dflash(source)
+    if config.is_dflare:
+        raise ValueError(
+            f"{source} is a DFlare drafter: the plain format has no mixtures of taps and no context "
+            "projections, and engines that read it would draft nonsense"
+        )
     wanted = (config.vocab_size, config.hidden_size)
     if head_VD is not None and tuple(head_VD.shape) != wanted:
         raise ValueError(f"the target's head is {tuple(head_VD.shape)}, the drafter needs {wanted}")
