@@ -30,6 +30,7 @@ from paceline.cli.common import (
     load_pipeline,
     write_json,
 )
+from paceline.cli.doctor import doctor
 from paceline.cli.preflight import preflight
 from paceline.cli.profile import profile
 from paceline.cli.report import report
@@ -264,6 +265,7 @@ def export(
 
 
 app.command()(bench)
+app.command()(doctor)
 app.command()(preflight)
 app.command()(profile)
 app.command()(recipes)

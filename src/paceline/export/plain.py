@@ -31,7 +31,7 @@ def export_plain(source: Path, out: Path, head_VD: torch.Tensor | None = None) -
 
     vLLM reads ``d2t`` only together with the matching rows of the head, so they are written too. Heads
     behind the drafter are left out: the plain format has none, and engines refuse unknown tensors.
-    Raises ValueError if ``out`` exists, for a DFlare drafter, or if the head is missing or another target's.
+    Raises ValueError if ``out`` exists, for a DFlare drafter, and without the target's head.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is no empty folder; name another one")
