@@ -84,12 +84,18 @@ def compared(short: Any, naive: Any, wide_short: Any, wide: Any, b: int, B: int)
     }
 
 
+def ranks(values: list[float]) -> list[float]:
+    """Ranks from 1; equal values share the mean of theirs."""
+    ordered = sorted(values)
+    return [ordered.index(v) + (ordered.count(v) + 1) / 2 for v in values]
+
+
 def rank_correlation(points: list[tuple[float, float]]) -> float | None:
     """Spearman's; None for fewer than three points or where one side is constant."""
     if len(points) < 3:
         return None
     try:
-        return statistics.correlation(*zip(*points, strict=True), method="ranked")
+        return statistics.correlation(*(ranks(list(side)) for side in zip(*points, strict=True)))
     except statistics.StatisticsError:
         return None
 

@@ -69,7 +69,7 @@ class Blocks:
         self.states = torch.randn(VOCAB, BLOCK, WIDTH, generator=generator)
         self.logits = torch.randn(VOCAB, N, size, generator=generator) * 0.5
         self.module = SimpleNamespace(**{f"{self.kind}_head": random_head(self.kind, size)})
-        self.config = SimpleNamespace(num_jacobi_passes=2, vocab_size=VOCAB)
+        self.config = SimpleNamespace(num_jacobi_passes=2, vocab_size=VOCAB, block_size=BLOCK)
         self.target = SimpleNamespace(dtype=torch.float32)
 
     def to_target(self, ids: Tensor) -> Tensor:
