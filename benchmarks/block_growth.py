@@ -1,10 +1,10 @@
 """What a longer block brings and costs: a drafter before and after block expansion, on one text.
 
-Does not time anything and does not decode: drafters are walked along the target's own greedy replies at the
-short and at the long block, which is what greedy decoding accepts there (near ties of bf16 aside). n is the
-number of accepted drafts of a round; rounds that the reply's end cuts are left out. Printed for each source
-of the text: acceptance length, ceiling bin h(B - 1), the gain G of the new slots and the front erosion L
-of the old ones; then the rank correlation of ceiling and gain over all pairs of drafter and source.
+Does not time anything and does not decode: drafters are walked along the target's own greedy replies
+at the short and at the long block, which is what greedy decoding accepts there (near ties of bf16
+aside). n is the number of accepted drafts of a round; rounds that the reply's end cuts are left out.
+Printed for each source of the text: acceptance length, ceiling bin h(B - 1), the gain G of the new slots
+and the front erosion L of the old ones; then the rank correlation of ceiling and gain over all pairs.
 
     OMP_NUM_THREADS=1 python benchmarks/block_growth.py --data held-out.jsonl --out runs/growth \
         --pair 4-8=SHORT_FOLDER,WIDE_FOLDER --json growth.json
@@ -145,8 +145,8 @@ def main() -> None:
                 f"{name} {source}: {one['rounds']} rounds, {b} -> {B}: acceptance length "
                 f"{one['tau_short']:.2f} -> naive {one['tau_naive']:.2f}, trained {one['tau_wide']:.2f} "
                 f"(at the old block {one['tau_wide_at_short']:.2f}); ceiling "
-                f"{one['ceiling_before']:.1%} -> {one['ceiling_after']:.1%}; G {one['new_slots_G']:.2f}, L {one['front_erosion_L']:.3f} "
-                f"(naive {one['naive_erosion_L']:.3f})",
+                f"{one['ceiling_before']:.1%} -> {one['ceiling_after']:.1%}; "
+                f"G {one['new_slots_G']:.2f}, L {one['front_erosion_L']:.3f} (naive {one['naive_erosion_L']:.3f})",
                 flush=True,
             )
     found["spearman"] = rank_correlation(points)
