@@ -146,7 +146,8 @@ def main() -> None:
                 f"{one['tau_short']:.2f} -> naive {one['tau_naive']:.2f}, trained {one['tau_wide']:.2f} "
                 f"(at the old block {one['tau_wide_at_short']:.2f}); ceiling "
                 f"{one['ceiling_before']:.1%} -> {one['ceiling_after']:.1%}; "
-                f"G {one['new_slots_G']:.2f}, L {one['front_erosion_L']:.3f} (naive {one['naive_erosion_L']:.3f})",
+                f"G {one['new_slots_G']:.2f}, L {one['front_erosion_L']:.3f} "
+                f"(naive {one['naive_erosion_L']:.3f})",
                 flush=True,
             )
     found["spearman"] = rank_correlation(points)
