@@ -176,6 +176,17 @@ def run_of(found: dict[str, Any], method: str, category: str | None = None, **of
     return run
 
 
+def test_a_drafter_that_contributes_nothing_is_told_of_once(prompts: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    blind, lookup = Cyclic((0,), taps=(0,)), Cyclic((0,))
+    given, out = arguments(prompts, limit=3), tmp_path / "bench.json"
+    measure(
+        given, out, tell=told.append, blind=blind, seeing=Cyclic((1,), taps=(0,)), lookup=lookup
+    )
+    (warning,) = [line for line in told if "contributes nothing" in line]
+    assert warning.startswith("warning: blind: ")
+
+
 def test_a_known_trace_gives_known_figures(clock: None, prompts: Path) -> None:
     found, _ = measure(arguments(prompts), x=Cyclic((0, 3, 1)))
     run = run_of(found, "x")

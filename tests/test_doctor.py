@@ -221,6 +221,8 @@ FAULTS: list[tuple[str, str, Callable[[Config, State], None]]] = [
     ("d2t-without-size", "eagle3", drop(None, "draft_vocab_size")),
     ("t2d-disagrees", "dflash", tensor("t2d", lambda w: ~w)),
     ("borrowed-differs", "dflash", odd_embedding),
+    ("rope-scaling", "dflash", set_in(None, rope_scaling={"rope_type": "yarn", "factor": 4.0})),
+    ("architecture", "specforge", set_in(None, architectures=["DominoDraftModel"])),
 ]
 
 
@@ -254,6 +256,7 @@ def test_planted_faults_are_found(
     assert code in codes(found)
     assert all(one.fix and one.where and one.what for one in found.findings)
     serious = {"taps-unsorted", "rope-differs", "positions-short", "dtype-fp16", "d2t-identity"}
+    serious |= {"rope-scaling", "architecture"}
     assert found.healthy == (code in serious)
 
 
@@ -273,6 +276,20 @@ def test_a_degenerate_mask_row_and_a_foreign_tokenizer_are_found(
     data["dflash_config"]["mask_token_id"] = 1  # <|im_start|>
     write(folder, data, state)
     assert "mask-in-template" in codes(examine("smollm2", folder))
+
+
+def test_another_padding_and_another_template_are_found(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(examined_folder(), tmp_path / "d"))
+    data, state = read(folder)
+    write(folder, data | {"vocab_size": data["vocab_size"] + 128}, state)
+    padded = examine("smollm2", folder)
+    assert "vocab-padding" in codes(padded) and "vocab-differs" not in codes(padded)
+    write(folder, data, state)
+    provenance = json.loads((folder / "provenance.json").read_text())
+    provenance["fingerprint"] = {"template": "0" * 16}
+    (folder / "provenance.json").write_text(json.dumps(provenance))
+    other = examine("smollm2", folder)
+    assert codes(other) == {"template-differs"} and other.healthy
 
 
 def examined_folder() -> Path:
@@ -317,12 +334,33 @@ def test_the_alarm_speaks_once_and_of_chance_only() -> None:
 
 def test_live_check_raises_the_alarm_for_a_drafter_that_knows_nothing(tmp_path: Path) -> None:
     """Well-formed, trained-looking, made for this target: only decoding shows that it is of no use."""
-    folder = Path(shutil.copytree(examined_folder(), tmp_path / "d"))
-    data, state = read(folder)
-    state["norm.weight"] = -state["norm.weight"]  # it drafts what it thinks least of
-    write(folder, data, state)
+    folder = contrary_folder(tmp_path)
     found = examine("smollm2", folder)
     assert found.healthy
     live_check(found, 20.0, "bf16", ["Write a haiku about rain.", "Name three rivers of Europe."])
     assert codes(found) == {"no-use"} and not found.healthy
     assert found.live["rounds"] >= ENOUGH
+
+
+def contrary_folder(tmp_path: Path) -> Path:
+    """The packaged drafter, turned round: it drafts what it thinks least of."""
+    folder = Path(shutil.copytree(examined_folder(), tmp_path / "d"))
+    data, state = read(folder)
+    state["norm.weight"] = -state["norm.weight"]
+    write(folder, data, state)
+    return folder
+
+
+def test_generate_warns_of_a_drafter_that_knows_nothing(tmp_path: Path) -> None:
+    def run(drafter: str) -> tuple[str, str, Any]:
+        out = str(tmp_path / "o.json")
+        call = ["generate", "Name three rivers.", "--drafter", drafter, "--max-new-tokens", "40"]
+        call += ["--dtype", "fp32"]
+        result = CliRunner().invoke(app, [*call, "--json", out])
+        assert result.exit_code == 0, result.output
+        return result.stdout, result.stderr, json.loads(Path(out).read_text())["warning"]
+
+    text, warned, kept = run(str(contrary_folder(tmp_path)))
+    assert "contributes nothing" in warned and "contributes nothing" in kept
+    same_text, silent, none = run("default")
+    assert same_text == text and "contributes" not in silent and none is None

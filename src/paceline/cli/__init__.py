@@ -104,12 +104,13 @@ def generate(
     """
     import paceline
     from paceline.evaluate.demo import stream_reply
+    from paceline.evaluate.doctor_alarm import Alarm
 
     params = paceline.SamplingParams(
         max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
     pipeline = load_pipeline(target, drafter, method, dtype, accept)
-    reply = stream_reply(pipeline, [{"role": "user", "content": prompt}], params)
+    reply = stream_reply(pipeline, [{"role": "user", "content": prompt}], params, Alarm())
     names = {"target": target, "drafter": method or drafter, "dtype": pipeline.target.dtype_name}
     write_json(json_file, names | reply)
 
@@ -132,19 +133,21 @@ def chat(
     """
     import paceline
     from paceline.evaluate.demo import stream_reply
+    from paceline.evaluate.doctor_alarm import Alarm
 
     params = paceline.SamplingParams(
         max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
     pipeline = load_pipeline(target, drafter, method, dtype, accept)
     messages: list[dict[str, str]] = []
+    alarm = Alarm()
     while True:
         typer.echo("> ", nl=False)
         line = sys.stdin.readline().strip()
         if not line:
             return
         messages.append({"role": "user", "content": line})
-        reply = stream_reply(pipeline, messages, params)
+        reply = stream_reply(pipeline, messages, params, alarm)
         messages.append({"role": "assistant", "content": reply["text"]})
 
 

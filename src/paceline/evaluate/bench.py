@@ -16,7 +16,8 @@ from typing import Any
 from paceline.core import SamplingParams
 from paceline.data.fingerprint import fingerprint_of
 from paceline.data.formats import Message, RowError
-from paceline.data.template import Template
+from paceline.evaluate.asking import encode, refusal
+from paceline.evaluate.doctor_alarm import Alarm, can_alarm
 from paceline.evaluate.entries import Entry, counted, summarise
 from paceline.evaluate.machine import check_device, environment
 from paceline.evaluate.methods import parse_methods
@@ -114,6 +115,8 @@ class Bench:
     def __post_init__(self) -> None:
         self._warm: set[tuple[int, float]] = set()
         self._done = 0
+        alarmed = [name for name, pipeline in self.pipelines.items() if can_alarm(pipeline)]
+        self._alarms = {name: Alarm() for name in alarmed}
         self.ended: dict[str, dict[int, str]] = {task.name: {} for task in self.tasks}
 
     @property
@@ -150,10 +153,19 @@ class Bench:
             for row, reason in part["ended"]:
                 self._end(setting.task.name, row, reason)
             found += [Entry(**record) for record in part["entries"]]
+            self._watch(found[-len(part["entries"]) :])
             asked = sum(len(question.turns) for question in questions)
             self._done += asked * len(self.pipelines)
             self.progress(self._done, total * len(self.pipelines))
         return found
+
+    def _watch(self, entries: Sequence[Entry]) -> None:
+        """Tell once of a method whose drafter contributes nothing."""
+        for entry in entries:
+            if entry.method in self._alarms and entry.repeat == 0:
+                said = self._alarms[entry.method].add(entry.reply.rounds)
+                if said is not None:
+                    self.tell(f"warning: {entry.method}: {said}")
 
     def _end(self, task: str, row: int, reason: str) -> None:
         known = self.ended[task]
@@ -280,34 +292,6 @@ def other_draw(wanted: Sequence[int], got: Sequence[int]) -> dict[str, Any]:
         "margin": None,
         "rounding": None,
     }
-
-
-def encode(pipeline: Pipeline, messages: list[Message], tools: Any = None) -> list[int]:
-    """Ids of a conversation by the target's chat template; without one a single text as it is.
-
-    Raises RowError if the template refuses, or is missing where there is more than one text.
-    """
-    tokenizer = pipeline.target.tokenizer
-    if tokenizer is None:
-        raise ValueError("this target has no tokenizer; a bench needs one")
-    if tokenizer.chat_template:
-        return Template(tokenizer=tokenizer).prompt(messages, tools)
-    if len(messages) > 1 or tools:
-        raise RowError("no-chat-template", "the target has no chat template for a conversation")
-    return pipeline.encode(str(messages[0]["content"]))
-
-
-def refusal(pipeline: Pipeline, question: Question, max_new_tokens: int) -> str | None:
-    """Why this target cannot be asked this question in full, in a word; None if it can."""
-    talk: list[Message] = []
-    for turn in question.turns:
-        talk += [*turn, {"role": "assistant", "content": "-"}]  # stands for the reply
-    try:
-        size = len(encode(pipeline, talk[:-1], question.tools))
-    except RowError as error:
-        return error.reason
-    room = pipeline.target.max_length - len(question.turns) * max_new_tokens
-    return None if size <= room else "too-long"
 
 
 def run_bench(

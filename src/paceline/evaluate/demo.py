@@ -12,17 +12,25 @@ from typing import Any
 
 from paceline.core import Row, SamplingParams
 from paceline.data.prompts import DEMO_PROMPTS
+from paceline.evaluate.doctor_alarm import Alarm, can_alarm
 from paceline.evaluate.metrics import acceptance
 from paceline.evaluate.traces import Trace, traced
 from paceline.evaluate.verify import ExactArithmetic, judge
 from paceline.pipeline import Pipeline
 
 
-def stream_reply(pipeline: Pipeline, messages: Any, params: SamplingParams) -> dict[str, Any]:
-    """Print one reply as it comes; returns its text and figures."""
+def stream_reply(
+    pipeline: Pipeline, messages: Any, params: SamplingParams, alarm: Alarm
+) -> dict[str, Any]:
+    """Print one reply as it comes, and a warning behind it if it sets off the alarm.
+
+    Returns the reply's text and figures; ``warning`` is what the alarm has said so far, or None.
+    """
     began = time.perf_counter()
     reply = shown_reply(pipeline, messages, params).reply
     seconds = time.perf_counter() - began
+    if can_alarm(pipeline) and (said := alarm.add(reply.rounds)) is not None:
+        print(f"paceline: {said}", file=sys.stderr)
     counts = acceptance([reply])
     return {
         "text": reply.text,
@@ -31,6 +39,7 @@ def stream_reply(pipeline: Pipeline, messages: Any, params: SamplingParams) -> d
         "seconds": seconds,
         "tokens_per_second": len(reply.token_ids) / seconds,
         "acceptance_length": counts.acceptance_length_pooled,
+        "warning": alarm.message,
     }
 
 

@@ -6,6 +6,7 @@ Does not know drafters; it counts rounds and speaks once.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from paceline.core import Round
 
@@ -20,6 +21,11 @@ def upper_bound(right: int, of: int) -> float:
     middle = share + z2 / (2 * of)
     spread = _Z * (share * (1 - share) / of + z2 / (4 * of * of)) ** 0.5
     return float((middle + spread) / (1 + z2 / of))
+
+
+def can_alarm(pipeline: Any) -> bool:
+    """Whether the drafter reads the target's states; a lookup finds nothing where nothing repeats."""
+    return pipeline.drafter is not None and bool(pipeline.drafter.taps)
 
 
 class Alarm:

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.core import Completion, SamplingParams
 from paceline.data.formats import Message, RowError
-from paceline.evaluate.bench import encode
+from paceline.evaluate.asking import encode
 from paceline.evaluate.methods import Method, parse_method
 from paceline.evaluate.preflight import Domain, RoundCosts, domain_of
 from paceline.evaluate.tasks import Question, Task
