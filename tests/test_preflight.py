@@ -7,25 +7,34 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from bench_example import example_bench
+from harness import TableLM, TableTarget
 from paceline.cli import app
-from paceline.core import Completion, Round
+from paceline.core import Completion, Draft, DraftContext, Round, Row, SamplingParams
 from paceline.evaluate.engine_counters import domain_of_counters, read_counters
 from paceline.evaluate.preflight import (
     FEW_ROUNDS,
     Domain,
     RoundCosts,
+    document,
     domain_of,
     judge_all,
     speed,
     verdict,
 )
 from paceline.evaluate.preflight_chart import draw
-from paceline.evaluate.preflight_run import check_method
+from paceline.evaluate.preflight_run import check_method, decoded, domains_of
+from paceline.evaluate.report import render
+from paceline.pipeline import Pipeline
 
 B = 8
 CHEAP = RoundCosts(plain=1.0, draft=0.1, verify=((7, 1.4), (15, 1.9)))
@@ -93,6 +102,85 @@ def test_drafter_blind_to_one_language_wants_that_domain_and_no_other() -> None:
             (domain.name, verdict.sentence) for domain, verdict in judge_all(domains, DEAR, 12)
         )["danish"]
     )
+
+
+LANGUAGES = {"english": range(20), "danish": range(20, 40)}
+
+
+class TwoLanguages(TableTarget):
+    """A table LM of two languages that never mix, with all that a pipeline asks of a target."""
+
+    name, tokenizer, num_layers, max_length, vocab_size = "table", None, 1, 4096, 40
+    eos_ids: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        logits = 3 * torch.randn(40, 40, 40, generator=torch.Generator().manual_seed(0))
+        for tokens in LANGUAGES.values():
+            foreign = [token for token in range(40) if token not in tokens]
+            logits[:, tokens.start : tokens.stop, foreign] = -99.0
+        super().__init__(TableLM(logits))
+
+
+@dataclass
+class Knowing:
+    """Drafts seven tokens; knows slot k of a language with chance ``chances[language][k - 1]``."""
+
+    model: TableLM
+    chances: dict[str, list[float]]
+    name: str = "knowing"
+    taps: tuple[int, ...] = ()
+    samples: bool = False
+
+    def new_state(self, slots: int) -> None:
+        """It remembers nothing."""
+
+    def release(self, state: Any, slot: int) -> None:
+        """Nothing to forget."""
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        return Draft.chain(torch.tensor([self.draft(row) for row in ctx.rows]), [7] * len(ctx.rows))
+
+    def draft(self, row: Row) -> list[int]:
+        """What the target says next where it knows, another token where it does not."""
+        language = next(name for name, ids in LANGUAGES.items() if row.tokens[-1] in ids)
+        rng, ids = random.Random(hash(tuple(row.tokens))), list(row.tokens)
+        for chance in self.chances[language]:
+            true = int(self.model.next_logits(ids).argmax())
+            ids.append(true if rng.random() < chance else (true + 1) % 40)
+        return ids[-7:]
+
+
+GOOD, WEAK_AT_ONE = [0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.3], [0.5, 0.9, 0.85, 0.7, 0.4, 0.3, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("english", "danish", "wanted"),
+    [
+        ([1.0] * 7, [1.0] * 7, ["train-longer-blocks"] * 3),  # perfect, cut at eight
+        (WEAK_AT_ONE, WEAK_AT_ONE, ["train-early-slots"] * 3),
+        (
+            GOOD,
+            [0.1] * 7,
+            ["train-this-domain", "nothing-to-change", None],
+        ),  # blind to one language
+    ],
+)
+def test_decoded_traffic_with_a_planted_truth_is_judged_right_twice(
+    english: list[float], danish: list[float], wanted: list[str | None]
+) -> None:
+    target = TwoLanguages()
+    drafter = Knowing(target.model, {"english": english, "danish": danish})
+    pipeline = Pipeline(target=target, drafter=drafter)
+    prompts = [(name, [ids[0], ids[i]]) for name, ids in LANGUAGES.items() for i in range(1, 9)]
+    params = SamplingParams(max_tokens=120)
+    found = []
+    for batch_size in (8, 3):
+        replies = decoded(pipeline, prompts, params, batch_size, lambda done, total: None)
+        found.append(document(domains_of(replies, B), FLAT, 12, {}))
+    assert found[0] == found[1]
+    verdicts = [one["verdict"] for one in found[0]["domains"]]
+    assert [one["domain"] for one in found[0]["domains"]] == ["danish", "english", "all"]
+    assert all(was == should for was, should in zip(verdicts, wanted, strict=True) if should)
 
 
 def test_stop_reduce_and_leave() -> None:
@@ -197,6 +285,36 @@ def test_the_command_reads_an_engine_and_refuses_what_it_cannot(tmp_path: Path) 
         check_method("ngram")
     with pytest.raises(ValueError, match="leave out first"):
         check_method("dflash+first:2")
+
+
+def test_the_report_has_a_page_of_it(tmp_path: Path) -> None:
+    page, out = tmp_path / "m.txt", tmp_path / "p.json"
+    page.write_text(scrape((10, 20, 30, 40, 50, 60, 70, 300)))
+    result = CliRunner().invoke(app, ["preflight", "--metrics", str(page), "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    text = render([out])
+    assert text == render([out]) and "train longer blocks" in text and "m.txt" in text
+    targets = set(re.findall(r'href="#(\w+)"', text))
+    assert targets == {"preflight"} and 'id="preflight"' in text
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps(example_bench()))
+    both = render([bench, out])
+    assert 'id="preflight"' in both and 'id="results"' in both and "m.txt" in both
+    found = json.loads(out.read_text())
+    for change, message in (
+        ({"domains": []}, "nothing was counted"),
+        ({"domains": [found["domains"][0] | {"ceiling": 0.9}]}, r"domains\[0\]\.ceiling"),
+        ({"domains": [found["domains"][0] | {"histogram": [580]}]}, "a block of 8 has 8"),
+        ({"schema": {"name": "other", "version": 1}}, "give files that paceline bench"),
+        ({"schema": {"name": "paceline-preflight", "version": 9}}, "reads 1"),
+        ({"arguments": 3}, "arguments: expected an object"),
+    ):
+        out.write_text(json.dumps(found | change))
+        with pytest.raises(ValueError, match=message):
+            render([out])
+    out.write_text(json.dumps(found | {"arguments": {"target": "another"}}))
+    with pytest.raises(ValueError, match="different targets"):
+        render([bench, out])
 
 
 def test_charts_are_whole_or_not_there(tmp_path: Path) -> None:

@@ -602,7 +602,7 @@ def test_the_command_writes_whole_pages_only(
     for arguments, message in (
         (["bench.json", "wrong.json"], "wrong.json: schema.name is not"),
         (["bench.json", "./bench.json"], "given twice"),
-        (["bench.json", "--out", "bench.json"], "is one of the bench files"),
+        (["bench.json", "--out", "bench.json"], "is one of the files it is made of"),
         (["absent.json"], "absent.json"),
     ):
         monkeypatch.setattr(sys, "argv", ["paceline", "report", *arguments])

@@ -5,7 +5,6 @@ Knows nothing that the rooms do not.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,20 +66,16 @@ def preflight(
         if tasks != "builtin" or tasks_dir is not None:
             raise ValueError("give --metrics or --tasks, not both")
         domains, costs, longer = _of_engine(metrics, longer_block)
+        arguments: dict[str, Any] = {"metrics": [file.name for file in metrics]}
     else:
         params = {"max_tokens": max_new_tokens, "temperature": temperature}
         names, wanted = (target, dtype, method), (tasks, tasks_dir, limit)
         domains, costs, longer = _of_prompts(names, wanted, params, batch_size, longer_block)
-    from paceline.evaluate.preflight import describe, judge_all
+        arguments = {"target": Path(target).name, "method": method, "tasks": tasks, "limit": limit}
+        arguments |= params | {"batch_size": batch_size, "dtype": dtype, "threads": threads}
+    from paceline.evaluate.preflight import document
 
-    judged = judge_all(domains, costs, longer)
-    found: dict[str, Any] = {
-        "schema": {"name": "paceline-preflight", "version": 1},
-        "block_size": len(domains[0].kept_n),
-        "longer_block": longer,
-        "costs": None if costs is None else asdict(costs),
-        "domains": [describe(domain, verdict) for domain, verdict in judged],
-    }
+    found = document(domains, costs, longer, arguments)
     show(found)
     if png is not None:
         from paceline.evaluate.preflight_chart import draw

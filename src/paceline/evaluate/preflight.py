@@ -10,12 +10,13 @@ P(n >= k), a_k is S_k / S_(k-1).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.core import Completion
 from paceline.evaluate.metrics import loops, ratio
 
+SCHEMA = ("paceline-preflight", 1)  # name and version of the JSON
 FEW_ROUNDS = 100  # below this a domain gets no verdict
 CEILING = 0.10  # share of rounds that keep the whole block, from which a longer one is considered
 DEAD_ZONE = 0.03  # a change of the round that promises less than this is none: clocks are noisy
@@ -262,4 +263,18 @@ def describe(domain: Domain, found: Verdict) -> dict[str, Any]:
         "verdict": found.code,
         "sentence": found.sentence,
         **found.numbers,
+    }
+
+
+def document(
+    domains: Sequence[Domain], costs: RoundCosts | None, longer: int, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """The JSON of a preflight: every domain judged, and all of them."""
+    return {
+        "schema": dict(zip(("name", "version"), SCHEMA, strict=True)),
+        "arguments": arguments,
+        "block_size": len(domains[0].kept_n),
+        "longer_block": longer,
+        "costs": None if costs is None else asdict(costs),
+        "domains": [describe(*judged) for judged in judge_all(domains, costs, longer)],
     }

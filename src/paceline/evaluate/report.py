@@ -1,4 +1,4 @@
-"""One self-contained HTML page from bench files: what was measured, and what each figure means.
+"""One self-contained HTML page from bench and preflight files: what was measured, and what it means.
 
 Knows nothing about how figures are measured or drawn: `results` reads the files, `svg` draws, the
 template beside this file holds the words. The same files give the same bytes.
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.evaluate import svg
+from paceline.evaluate.preflight import SCHEMA as PREFLIGHT
 from paceline.evaluate.report_panels import (
     Panel,
     histogram_panel,
@@ -21,8 +22,17 @@ from paceline.evaluate.report_panels import (
     speedup_panel,
     split_panel,
 )
+from paceline.evaluate.report_preflight import Preflight, read_preflight
 from paceline.evaluate.report_summary import Entry, Setting, remarks, summarise, tiles
-from paceline.evaluate.results import BASELINE, PHASES, Bench, read_bench
+from paceline.evaluate.results import (
+    BASELINE,
+    NAME,
+    PHASES,
+    VERSION,
+    Bench,
+    read_bench,
+    read_schema,
+)
 
 # Facts of a machine: where files differ in one, each has tables of its own. The first are always named.
 MACHINE = ("dtype", "device", "threads", "device_name", "machine", "torch")
@@ -46,10 +56,10 @@ class Block:
 
 
 def render(paths: Sequence[Path]) -> str:
-    """The page for these bench files, as HTML.
+    """The page for these bench and preflight files, as HTML.
 
     Raises:
-        ValueError: a file that is no bench file (names file and key), files about different
+        ValueError: a file that is neither (names file and key), files about different
             targets, a file given twice, or a missing library.
     """
     try:
@@ -59,9 +69,13 @@ def render(paths: Sequence[Path]) -> str:
         raise ValueError("the report needs jinja2: pip install 'paceline[report]'") from error
 
     if len({path.resolve() for path in paths}) < len(paths):
-        raise ValueError("the same bench file is given twice")
-    benches = [read_bench(path) for path in paths]
-    _same_target(paths, benches)
+        raise ValueError("the same file is given twice")
+    known = {NAME: VERSION, PREFLIGHT[0]: PREFLIGHT[1]}
+    kinds = {path: read_schema(path, known)["schema"]["name"] for path in paths}
+    benches = [read_bench(path) for path in paths if kinds[path] == NAME]
+    others = [path for path in paths if kinds[path] != NAME]
+    preflights = [read_preflight(path, f"preflight-{i}") for i, path in enumerate(others)]
+    target = _same_target(paths, kinds, benches, preflights)
     names = file_names(benches)
     entries = enter(benches, names)
     legend = list(dict.fromkeys(entry.series for entry in entries))
@@ -84,31 +98,46 @@ def render(paths: Sequence[Path]) -> str:
         "value": _value,
         "speed": _speed,
     }
-    target = str(benches[0].target["name"])
     return environment.get_template("report.html.j2").render(
         target=target,
         title=f"Speculative decoding on {target}",
-        summary=summarise(totals, target),
-        tiles=tiles(totals),
+        summary=summarise(totals, target) if benches else [],
+        tiles=tiles(totals) if benches else [],
+        preflights=preflights,
         notices=notices(benches, names),
         legend=legend,
         phases=PHASES,
         few=svg.FEW,
         blocks=blocks,
         files=list(zip(names, benches, strict=True)),
+        sources=[path.name for path in paths],
     )
 
 
-def _same_target(paths: Sequence[Path], benches: Sequence[Bench]) -> None:
-    first = _facts(benches[0].target)
-    for path, bench in zip(paths, benches, strict=True):
-        facts = _facts(bench.target)
+def _same_target(
+    paths: Sequence[Path],
+    kinds: Mapping[Path, str],
+    benches: Sequence[Bench],
+    preflights: Sequence[Preflight],
+) -> str:
+    """The one target's name; an engine's counters do not know theirs. Raises ValueError for two."""
+    measured = [path for path in paths if kinds[path] == NAME]
+    for path, bench in zip(measured, benches, strict=True):
+        first, facts = _facts(benches[0].target), _facts(bench.target)
         different = [key for key in first if key in facts and first[key] != facts[key]]
         if different:
             raise ValueError(
-                f"{path}: target.{different[0]} differs from that of {paths[0]}; speed-ups of "
+                f"{path}: target.{different[0]} differs from that of {measured[0]}; speed-ups of "
                 "different targets cannot be compared, write one report per target"
             )
+    named = {str(bench.target["name"]) for bench in benches}
+    named |= {one.arguments["target"] for one in preflights if "target" in one.arguments}
+    if len(named) > 1:
+        raise ValueError(
+            f"the files are about different targets ({', '.join(sorted(named))}); write one report "
+            "per target"
+        )
+    return named.pop() if named else "an engine"
 
 
 def _facts(target: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def speedup_panel(
         heading=setting.label,
         chart=svg.speedups(
             name,
-            _alt(f"Speed-up over plain decoding, {setting.label}", rows, list(tasks)),
+            alt(f"Speed-up over plain decoding, {setting.label}", rows, list(tasks)),
             list(tasks),
             [svg.Bars(series=method, values=values[method]) for method in methods],
             largest,
@@ -71,7 +71,7 @@ def split_panel(name: str, task: str, setting: Setting, entries: Sequence[Entry]
     about = f"Milliseconds per committed token by phase, {task}, {setting.label}"
     return Panel(
         heading=task,
-        chart=svg.time_split(name, _alt(about, rows, head), labels, parts),
+        chart=svg.time_split(name, alt(about, rows, head), labels, parts),
         table=Table(head=["Method", *head], rows=rows),
     )
 
@@ -103,7 +103,7 @@ def histogram_panel(name: str, task: str, setting: Setting, entries: Sequence[En
     about = f"Share of rounds by tokens committed, {task}, {setting.label}"
     return Panel(
         heading=task,
-        chart=svg.histograms(name, _alt(about, rows, head), counts, largest),
+        chart=svg.histograms(name, alt(about, rows, head), counts, largest),
         table=Table(head=["Tokens in a round", *head], rows=rows),
     )
 
@@ -128,12 +128,12 @@ def slots_panel(name: str, task: str, setting: Setting, entries: Sequence[Entry]
     about = f"Share of draft tokens kept by position, {task}, {setting.label}"
     return Panel(
         heading=task,
-        chart=svg.slots(name, _alt(about, rows, head), curves),
+        chart=svg.slots(name, alt(about, rows, head), curves),
         table=Table(head=["Draft position", *head], rows=rows),
     )
 
 
-def _alt(about: str, rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
+def alt(about: str, rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
     """A chart in words: what it is, then every row's numbers."""
     said = (
         f"{row[0]}: " + ", ".join(f"{h} {v}" for h, v in zip(head, row[1:], strict=True) if v)

@@ -139,22 +139,9 @@ class Bench:
 
 def read_bench(path: Path) -> Bench:
     """Read and check one file; ValueError names the file and the key, OSError where unreadable."""
+    raw = read_schema(path, {NAME: VERSION})
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except ValueError as error:
-        raise ValueError(f"{path}: not a JSON file: {error}") from None
-    schema = raw.get("schema") if isinstance(raw, dict) else None
-    if not isinstance(schema, dict) or schema.get("name") != NAME:
-        raise ValueError(
-            f"{path}: schema.name is not {NAME!r}; give files that paceline bench wrote (--json)"
-        )
-    if schema.get("version") != VERSION:
-        raise ValueError(
-            f"{path}: schema.version is {schema.get('version')!r}, and this paceline reads "
-            f"{VERSION}; run the bench again, or use the paceline that wrote the file"
-        )
-    try:
-        _check(raw, _FILE, "")
+        check(raw, _FILE, "")
         _check_sums(raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -171,20 +158,42 @@ def read_bench(path: Path) -> Bench:
     )
 
 
+def read_schema(path: Path, known: Mapping[str, int]) -> dict[str, Any]:
+    """A JSON file of one of these schemas (name -> version); ValueError names the file otherwise."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise ValueError(f"{path}: not a JSON file: {error}") from None
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    name = str(schema.get("name")) if isinstance(schema, dict) else ""
+    if not isinstance(raw, dict) or not isinstance(schema, dict) or name not in known:
+        commands = " or ".join(each.replace("-", " ") for each in known)
+        raise ValueError(
+            f"{path}: schema.name is not {' or '.join(map(repr, known))}; give files that {commands} "
+            "wrote (--json)"
+        )
+    if schema.get("version") != known[name]:
+        raise ValueError(
+            f"{path}: schema.version is {schema.get('version')!r}, and this paceline reads "
+            f"{known[name]}; run the command again, or use the paceline that wrote the file"
+        )
+    return raw
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _check(value: Any, kind: Any, where: str) -> None:
+def check(value: Any, kind: Any, where: str) -> None:
     """Raise ValueError with the key's path where ``value`` is not of ``kind``."""
     if isinstance(kind, Maybe):
         if value is not None:
-            _check(value, kind.kind, where)
+            check(value, kind.kind, where)
     elif isinstance(kind, list):
         if not isinstance(value, list):
             raise ValueError(f"{where}: expected a list, found {_found(value)}")
         for i, entry in enumerate(value):
-            _check(entry, kind[0], f"{where}[{i}]")
+            check(entry, kind[0], f"{where}[{i}]")
     elif isinstance(kind, dict):
         if not isinstance(value, dict):
             raise ValueError(f"{where}: expected an object, found {_found(value)}")
@@ -193,7 +202,7 @@ def _check(value: Any, kind: Any, where: str) -> None:
             path = f"{where}.{key}" if where else key
             if key not in value:
                 raise ValueError(f"{path}: missing")
-            _check(value[key], inner, path)
+            check(value[key], inner, path)
     elif kind is str:
         if not isinstance(value, str):
             raise ValueError(f"{where}: expected text, found {_found(value)}")
@@ -229,14 +238,14 @@ def _check_sums(raw: dict[str, Any]) -> None:
         if plain is None:
             raise ValueError(f"runs[{i}]: {BASELINE} was not measured beside it")
         faster = quotient(run["tokens_per_second"], plain["tokens_per_second"])
-        _agree(f"runs[{i}].speedup_vs_plain", run["speedup_vs_plain"], faster)
+        agree(f"runs[{i}].speedup_vs_plain", run["speedup_vs_plain"], faster)
 
 
 def _place(run: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(run[name] for name in ("task", "category", "batch_size", "temperature"))
 
 
-def _agree(where: str, found: float | None, wanted: float | None) -> None:
+def agree(where: str, found: float | None, wanted: float | None) -> None:
     """Raise ValueError where a figure is not what the sums beside it make."""
     same = found is None if wanted is None else found is not None
     if not same or (
@@ -286,4 +295,4 @@ def _check_run(run: Mapping[str, Any], where: str) -> None:
             ratio(kept["committed_tokens"], kept["verify_rounds"]),
         ),
     ):
-        _agree(f"{where}.{name}", found, wanted)
+        agree(f"{where}.{name}", found, wanted)
