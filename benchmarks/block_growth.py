@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,12 @@ import torch
 from paceline.drafters.dflash import read_config
 from paceline.recipes.smollm2 import smollm2_bloom
 from paceline.train.capture import load_frozen, load_tokenizer
-from paceline.train.config import LengthHead
+from paceline.train.config import LengthHead, Phase, Refiner
 from paceline.train.fit import feature_rows, read_rows
+from paceline.train.growth import Histogram, growth, rounds_of, sentence, survival
 from paceline.train.logs import RunLog
 from paceline.train.served import runs_of
 from paceline.train.trainee import make_trainee
-
-Histogram = Counter[int]  # accepted drafts -> whole rounds
-
-
-def rounds_of(runs: list[int], block: int) -> Histogram:
-    """Accepted drafts of each round of one reply, those left out that the reply's end cuts."""
-    found, at = Histogram(), 0
-    while at + block - 1 < len(runs):
-        found[runs[at]] += 1
-        at += runs[at] + 1
-    return found
 
 
 def histograms(options: argparse.Namespace, shared: Any, folder: str, block: int) -> Any:
@@ -51,6 +40,12 @@ def histograms(options: argparse.Namespace, shared: Any, folder: str, block: int
     config = smollm2_bloom(
         tuple(options.data), init_from=folder, block_size=max(block, theirs.block_size + 1)
     ).replace(length_head=LengthHead(alone=True))
+    if theirs.refiners:  # it walks along at its own block and at shorter ones
+        config = config.replace(
+            block_size=theirs.block_size,
+            phases=(Phase(share=1.0, block_size=theirs.block_size, anchors_per_row=1),),
+            refiner=Refiner(kind=theirs.refiners[0], rank=theirs.xpress_rank or theirs.markov_rank),
+        )
     trainee = make_trainee(config, target, rows, torch.bfloat16, tokenizer=tokenizer)
     found: dict[str, Histogram] = {}
     for item, runs in runs_of(trainee, rows, block):
@@ -58,29 +53,44 @@ def histograms(options: argparse.Namespace, shared: Any, folder: str, block: int
     return found
 
 
-def survival(histogram: Histogram, block: int) -> list[float]:
-    """P(n >= k) for k = 1 .. block - 1."""
-    total = max(1, histogram.total())
-    return [sum(c for n, c in histogram.items() if n >= k) / total for k in range(1, block)]
+def compared(parts: dict[str, Any], old: int, new: int) -> dict[str, Any]:
+    """The figures of one source; ``naive`` is the short drafter at the long block, as it is."""
+    found = growth(parts["short"], parts["wide"], parts["wide_at_short"], old, new)
+    if parts["naive"] is None:
+        return found
+    short, blunt = survival(parts["short"], old), survival(parts["naive"], new)
+    found["tau_naive"] = 1 + sum(blunt)
+    found["naive_erosion_L"] = sum(x - y for x, y in zip(short, blunt, strict=False))
+    return found
 
 
-def compared(short: Any, naive: Any, wide_short: Any, wide: Any, b: int, B: int) -> dict[str, Any]:
-    """The figures of one source."""
-    old, trained, blunt = survival(short, b), survival(wide, B), survival(naive, B)
-    again = survival(wide_short, b)
+def pair(options: argparse.Namespace, shared: Any, short: str, wide: str) -> dict[str, Any]:
+    """By source, and all of them: the short drafter and the one that was made of it.
+
+    A refiner's mixer is tied to its block, so a drafter with one has no figures of the longer block.
+    """
+    b, B = (read_config(folder).block_size for folder in (short, wide))
+    every = {"short": (short, b), "wide": (wide, B), "wide_at_short": (wide, b)}
+    every["naive"] = (short, B)
+    tied = "xpress" in read_config(short).refiners
+    parts = {
+        what: None if tied and what == "naive" else histograms(options, shared, *of)
+        for what, of in every.items()
+    }
+    sources = sorted(parts["short"])
+    for part in parts.values():
+        if part is not None:
+            part["all"] = sum(part.values(), Histogram())
     return {
-        "rounds": short.total(),
-        "tau_short": 1 + sum(old),
-        "tau_naive": 1 + sum(blunt),
-        "tau_wide": 1 + sum(trained),
-        "tau_wide_at_short": 1 + sum(again),
-        "ceiling_before": old[-1],
-        "ceiling_after": trained[-1],
-        "new_slots_G": sum(trained[b - 1 :]),
-        "front_erosion_L": sum(x - y for x, y in zip(old, trained, strict=False)),
-        "erosion_by_slot": [x - y for x, y in zip(old, trained, strict=False)],
-        "naive_erosion_L": sum(x - y for x, y in zip(old, blunt, strict=False)),
-        "gain": sum(trained) - sum(old),
+        source: compared(
+            {
+                what: None if part is None else part.get(source, Histogram())
+                for what, part in parts.items()
+            },
+            b,
+            B,
+        )
+        for source in [*sources, "all"]
     }
 
 
@@ -128,28 +138,14 @@ def main() -> None:
     points: list[tuple[float, float]] = []
     for text in options.pair:
         name, folders = text.split("=", 1)
-        short, wide = folders.split(",")
-        b, B = (read_config(folder).block_size for folder in (short, wide))
-        every = [(short, b), (short, B), (wide, b), (wide, B)]
-        parts = [histograms(options, shared, folder, block) for folder, block in every]
-        sources = sorted(parts[0])
-        for part in parts:
-            part["all"] = sum(part.values(), Histogram())
-        found[name] = {
-            source: compared(*(part.get(source, Histogram()) for part in parts), b, B)
-            for source in [*sources, "all"]
-        }
-        points += [(found[name][s]["ceiling_before"], found[name][s]["gain"]) for s in sources]
+        found[name] = pair(options, shared, *folders.split(","))
+        points += [
+            (one["ceiling_before"], one["gain"]) for s, one in found[name].items() if s != "all"
+        ]
+        b, B = (read_config(folder).block_size for folder in folders.split(","))
         for source, one in found[name].items():
-            print(
-                f"{name} {source}: {one['rounds']} rounds, {b} -> {B}: acceptance length "
-                f"{one['tau_short']:.2f} -> naive {one['tau_naive']:.2f}, trained {one['tau_wide']:.2f} "
-                f"(at the old block {one['tau_wide_at_short']:.2f}); ceiling "
-                f"{one['ceiling_before']:.1%} -> {one['ceiling_after']:.1%}; "
-                f"G {one['new_slots_G']:.2f}, L {one['front_erosion_L']:.3f} "
-                f"(naive {one['naive_erosion_L']:.3f})",
-                flush=True,
-            )
+            naive = f"naive {one['tau_naive']:.2f}, " if "tau_naive" in one else ""
+            print(f"{name} {source}: {naive}{sentence(one, b, B)}", flush=True)
     found["spearman"] = rank_correlation(points)
     print(f"Spearman of ceiling and gain over {len(points)} pairs: {found['spearman']}")
     if options.json:

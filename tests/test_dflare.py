@@ -24,6 +24,7 @@ from paceline.drafters.dflash import (
     save_dflash,
 )
 from paceline.drafters.dflash_draft import DFlashDrafter
+from paceline.drafters.heads import _mix
 from paceline.drafters.refine import Refine
 from paceline.evaluate.methods import parse_method
 from paceline.export.plain import export_plain
@@ -214,11 +215,22 @@ def test_one_checkpoint_drafts_any_block(tmp_path: Path, size: int, parts: dict[
     assert max(r.drafted for r in got[0].outputs[0].rounds) == min(size - 1, 18)
 
 
-def test_block_is_the_drafter_s_and_an_xpress_head_is_tied_to_its_own() -> None:
+def test_block_is_the_drafter_s_and_an_xpress_head_serves_no_longer_one() -> None:
+    """Longer blocks are refused; on shorter ones slots are mixed as the first of a whole block."""
     config, module = made(xpress_rank=6, layerwise_fusion=True)
-    drafter = DFlashDrafter(replace(config, block_size=4), module, None, tiny_target())
-    with pytest.raises(ValueError, match="head mixes blocks of 5, the drafter drafts blocks of 4"):
-        Refine(drafter, "xpress")
+    longer = DFlashDrafter(replace(config, block_size=7), module, None, tiny_target())
+    with pytest.raises(ValueError, match="blocks of up to 5, the drafter drafts blocks of 7"):
+        Refine(longer, "xpress")
+    target = tiny_target()
+    shorter = DFlashDrafter(replace(config, block_size=4), module, None, target)
+    stage, head = Refine(shorter, "xpress"), module.xpress_head
+    assert stage.mixer is not None and head is not None
+    z = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(_mix(stage.mixer, z[:, :4]), _mix(head.mixer(), z)[:, :4])
+    pipeline = Pipeline(target=target, drafter=shorter, stages=(stage,))
+    got = pipeline.generate([[3, 4, 5]], SamplingParams(max_tokens=12))[0].outputs[0]
+    want = pipeline.plain().generate([[3, 4, 5]], SamplingParams(max_tokens=12))[0].outputs[0]
+    assert got.token_ids == want.token_ids and max(r.drafted for r in got.rounds) == 3
     method = parse_method("dflash+block:4+first:2")
     assert method.block_size == 4 and method.name == "dflash+block:4+first:2"
     for text, message in (

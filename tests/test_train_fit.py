@@ -86,6 +86,16 @@ def test_dflare_trains_and_is_widened_by_a_flat_step(setup: TrainConfig, tmp_pat
         run_dir=str(tmp_path / "b"), init_from=str(drafter), block_size=7, phases=(wide,)
     )
     assert load_dflash(fit(second, say=silent).drafter)[0].block_size == 7
+    before = json.loads((tmp_path / "b" / "growth.json").read_text())
+    for line in losses(tmp_path / "b"):
+        if "growth" in line:
+            found = line["growth"]
+            assert found["rounds"] == sum(before) > 0 and len(found["erosion_by_slot"]) == 3
+            won = found["new_slots_G"] - found["front_erosion_L"]
+            assert won == pytest.approx(found["gain"])
+            assert found["gain"] == pytest.approx(found["tau_wide"] - found["tau_short"])
+    assert "growth" in line, "the last evaluation has it"
+    assert not (tmp_path / "a" / "growth.json").exists()
 
 
 def silent(_: str) -> None:

@@ -19,7 +19,7 @@ from paceline.train.config import Phase, TrainConfig
 from paceline.train.corpus import Row, fingerprint
 from paceline.train.features import FeatureRow
 from paceline.train.fit import fit
-from paceline.train.served import _spread
+from paceline.train.served import spread
 from paceline.train.start import drafter_shape, start_module
 from tiny import TINY, tiny_model
 
@@ -239,9 +239,9 @@ def test_without_greedy_held_out_rows_there_is_no_estimate(tmp_path: Path) -> No
 
 def test_the_estimate_takes_the_sources_in_turn() -> None:
     rows = [row_of(i, "long") for i in range(9)] + [row_of(i, "short") for i in range(2)]
-    chosen = [item.row.source for item in _spread(rows, 5)]
+    chosen = [item.row.source for item in spread(rows, 5)]
     assert sorted(chosen) == ["long", "long", "long", "short", "short"]
-    assert len(_spread(rows, 99)) == 11
+    assert len(spread(rows, 99)) == 11
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(

@@ -97,7 +97,8 @@ class XPressHead(nn.Module):
     """The causal refiner: previous token, hidden state and block mean, mixed along the block.
 
     z = W_in [W_h h; W_g mean; E[prev]]; u = z + (L * tril) z per channel along slots; v = u + SwiGLU(u);
-    bias = W_o v. ``mix_l`` [r, b, b] ties the head to one block size.
+    bias = W_o v. ``mix_l`` [r, b, b] ties the head to one block size at most: being causal, it serves
+    shorter blocks by its first slots.
     """
 
     walks = False
@@ -152,8 +153,12 @@ class XPressHead(nn.Module):
 
 
 def _mix(weights_rbb: Tensor, z_nbr: Tensor) -> Tensor:
-    """Sum over slots j of weights[c, k, j] z[n, j, c], as one batched product over channels."""
-    mixed = torch.matmul(weights_rbb, z_nbr.permute(2, 1, 0))
+    """Sum over slots j of weights[c, k, j] z[n, j, c], as one batched product over channels.
+
+    Blocks may be shorter than the weights': these are lower triangular, so slots see what they saw.
+    """
+    b = z_nbr.shape[1]
+    mixed = torch.matmul(weights_rbb[:, :b, :b], z_nbr.permute(2, 1, 0))
     return mixed.permute(2, 1, 0)
 
 

@@ -46,10 +46,10 @@ class Refine:
                 f"the drafter has no {kind} head; train one with `paceline train smollm2_{kind}`, or "
                 f"name a drafter that has it"
             )
-        if not head.walks and head.mix_l.shape[-1] != drafter.config.block_size:
+        if not head.walks and head.mix_l.shape[-1] < drafter.config.block_size:
             raise ValueError(
-                f"the {kind} head mixes blocks of {head.mix_l.shape[-1]}, the drafter drafts blocks of "
-                f"{drafter.config.block_size}: leave block out, or train the head at that block"
+                f"the {kind} head mixes blocks of up to {head.mix_l.shape[-1]}, the drafter drafts "
+                f"blocks of {drafter.config.block_size}: leave block out, or train the head at that block"
             )
         if head.walks and sweeps is not None:
             raise ValueError(f"{kind} walks through the block: it takes no number of sweeps")
@@ -58,7 +58,10 @@ class Refine:
             raise ValueError(f"{kind} needs at least 1 sweep; got {sweeps}")
         self.name, self.law = kind, "samples" if samples else "chooses"
         self.drafter, self.head, self.sweeps, self.samples = drafter, head, sweeps, samples
-        self.mixer = None if head.walks else head.mixer().to(drafter.target.dtype)
+        self.mixer = None
+        if not head.walks:  # its first slots serve a shorter block
+            b = drafter.config.block_size
+            self.mixer = head.mixer()[:, :b, :b].to(drafter.target.dtype).contiguous()
 
     @torch.inference_mode()
     def __call__(self, draft: Draft, ctx: DraftContext) -> Draft:

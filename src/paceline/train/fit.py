@@ -35,6 +35,7 @@ from paceline.train.features import (
     open_features,
     plan_cache,
 )
+from paceline.train.growth import Growth
 from paceline.train.logs import Progress, RunLog, Say
 from paceline.train.objectives import batch_loss
 from paceline.train.on_policy import make_source
@@ -247,7 +248,10 @@ def fit(
         log.open(resumed_at=first)
         if first:
             log.say(f"resuming behind step {first}")
-        watched = _Run(config=config, trainee=trainee, held=held, made=made, log=log, run=run)
+        growth = Growth.of(config, trainee, held, resumed=first > 0)
+        watched = _Run(
+            config=config, trainee=trainee, held=held, made=made, log=log, run=run, growth=growth
+        )
         finished = False
         with _noted_signals() as signals:
             how: Any = {"made": made, "log": log, "stopped": lambda: bool(signals)}
@@ -272,6 +276,7 @@ class _Run:
     made: Origin
     log: RunLog
     run: Path
+    growth: Growth | None
 
     def steps(self, source: Source, first: int, signals: Sequence[int]) -> bool:
         """Train from step ``first``; False when a signal ended it before the last step."""
@@ -333,6 +338,9 @@ class _Run:
             each = {n: round(s.acceptance_length, 4) for n, s in sources.items()}
             result["served_estimate"] = round(total.acceptance_length, 4)
             result["served_by_source"] = each
+        if self.growth is not None:
+            result["growth"] = self.growth.measure()
+            self.log.say(self.growth.sentence(result["growth"]))
         self.log.write(done, result | self._totals())
         if not total.verify_rounds:
             self.log.say(f"step {done}: no held-out greedy row, so no served-acceptance estimate")

@@ -63,7 +63,7 @@ def served_estimate(
     the target's own greedy reply that is exactly what greedy decoding accepts, near ties of lower
     precision aside. A token outside the draft vocabulary is wrong, as it will be.
     """
-    greedy = _spread([item for item in rows if item.row.greedy], limit)
+    greedy = spread([item for item in rows if item.row.greedy], limit)
     sources = sorted({item.row.source for item in greedy})
     counts = {name: Served() for name in sources}
     for item, runs in runs_of(trainee, greedy, block_size):
@@ -77,7 +77,7 @@ def served_estimate(
     }
 
 
-def _spread(rows: Sequence[FeatureRow], limit: int) -> list[FeatureRow]:
+def spread(rows: Sequence[FeatureRow], limit: int) -> list[FeatureRow]:
     """Up to ``limit`` rows, the sources in turn: a small one counts, too."""
     of_source: dict[str, list[FeatureRow]] = {}
     for item in rows:
