@@ -4,7 +4,8 @@ Does not time anything and does not decode: drafters are walked along the target
 at the short and at the long block, which is what greedy decoding accepts there (near ties of bf16
 aside). n is the number of accepted drafts of a round; rounds that the reply's end cuts are left out.
 Printed for each source of the text: acceptance length, ceiling bin h(B - 1), the gain G of the new slots
-and the front erosion L of the old ones; then the rank correlation of ceiling and gain over all pairs.
+and the front erosion L of the old ones, slot by slot, with what preflight would have promised from the
+short drafter's histogram alone; then the rank correlation of ceiling and gain over all pairs.
 
     OMP_NUM_THREADS=1 python benchmarks/block_growth.py --data held-out.jsonl --out runs/growth \
         --pair 4-8=SHORT_FOLDER,WIDE_FOLDER --json growth.json
@@ -20,35 +21,17 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
+from walked import Walker
 
 from paceline.drafters.dflash import read_config
-from paceline.recipes.smollm2 import smollm2_bloom
-from paceline.train.capture import load_frozen, load_tokenizer
-from paceline.train.config import LengthHead, Phase, Refiner
-from paceline.train.fit import feature_rows, read_rows
+from paceline.evaluate.preflight import Domain
 from paceline.train.growth import Histogram, growth, rounds_of, sentence, survival
-from paceline.train.logs import RunLog
-from paceline.train.served import runs_of
-from paceline.train.trainee import make_trainee
 
 
-def histograms(options: argparse.Namespace, shared: Any, folder: str, block: int) -> Any:
-    """By source, of one drafter at one block; its own draft vocabulary is kept."""
-    target, rows, tokenizer = shared
-    theirs = read_config(folder)
-    config = smollm2_bloom(
-        tuple(options.data), init_from=folder, block_size=max(block, theirs.block_size + 1)
-    ).replace(length_head=LengthHead(alone=True))
-    if theirs.refiners:  # it walks along at its own block and at shorter ones
-        config = config.replace(
-            block_size=theirs.block_size,
-            phases=(Phase(share=1.0, block_size=theirs.block_size, anchors_per_row=1),),
-            refiner=Refiner(kind=theirs.refiners[0], rank=theirs.xpress_rank or theirs.markov_rank),
-        )
-    trainee = make_trainee(config, target, rows, torch.bfloat16, tokenizer=tokenizer)
+def histograms(walker: Walker, folder: str, block: int) -> dict[str, Histogram]:
+    """By source, of one drafter at one block; its own draft vocabulary and refiner are kept."""
     found: dict[str, Histogram] = {}
-    for item, runs in runs_of(trainee, rows, block):
+    for item, runs in walker.runs(folder, block):
         found.setdefault(item.row.source, Histogram()).update(rounds_of(runs, block))
     return found
 
@@ -56,6 +39,9 @@ def histograms(options: argparse.Namespace, shared: Any, folder: str, block: int
 def compared(parts: dict[str, Any], old: int, new: int) -> dict[str, Any]:
     """The figures of one source; ``naive`` is the short drafter at the long block, as it is."""
     found = growth(parts["short"], parts["wide"], parts["wide_at_short"], old, new)
+    counts = tuple(parts["short"][n] for n in range(old))
+    domain = Domain(name="", requests=0, looping=0, unfinished=0, kept_n=counts)
+    found["promised"] = domain.stranded(new - old)
     if parts["naive"] is None:
         return found
     short, blunt = survival(parts["short"], old), survival(parts["naive"], new)
@@ -64,7 +50,7 @@ def compared(parts: dict[str, Any], old: int, new: int) -> dict[str, Any]:
     return found
 
 
-def pair(options: argparse.Namespace, shared: Any, short: str, wide: str) -> dict[str, Any]:
+def pair(walker: Walker, short: str, wide: str) -> dict[str, Any]:
     """By source, and all of them: the short drafter and the one that was made of it.
 
     A refiner's mixer is tied to its block, so a drafter with one has no figures of the longer block.
@@ -73,8 +59,8 @@ def pair(options: argparse.Namespace, shared: Any, short: str, wide: str) -> dic
     every = {"short": (short, b), "wide": (wide, B), "wide_at_short": (wide, b)}
     every["naive"] = (short, B)
     tied = "xpress" in read_config(short).refiners
-    parts = {
-        what: None if tied and what == "naive" else histograms(options, shared, *of)
+    parts: dict[str, Any] = {
+        what: None if tied and what == "naive" else histograms(walker, *of)
         for what, of in every.items()
     }
     sources = sorted(parts["short"])
@@ -122,30 +108,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="for features")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    first = options.pair[0].split("=", 1)[1].split(",")[0]
-    base = smollm2_bloom(
-        tuple(options.data),
-        str(options.out),
-        init_from=first,
-        block_size=read_config(first).block_size + 1,
-    )
-    target = load_frozen(base.target, torch.bfloat16)
-    log = RunLog(options.out, first=True, say=print, progress=lambda *_: None)
-    rows = [row for row in feature_rows(base, target, read_rows(base), log) if row.row.greedy]
-    shared = (target, rows, load_tokenizer(base.target))
+    walker = Walker(options.data, options.out)
     found: dict[str, Any] = {}
     points: list[tuple[float, float]] = []
     for text in options.pair:
         name, folders = text.split("=", 1)
-        found[name] = pair(options, shared, *folders.split(","))
+        found[name] = pair(walker, *folders.split(","))
         points += [
             (one["ceiling_before"], one["gain"]) for s, one in found[name].items() if s != "all"
         ]
         b, B = (read_config(folder).block_size for folder in folders.split(","))
         for source, one in found[name].items():
             naive = f"naive {one['tau_naive']:.2f}, " if "tau_naive" in one else ""
-            print(f"{name} {source}: {naive}{sentence(one, b, B)}", flush=True)
+            promised = f"; gain {one['gain']:+.2f}, promised {one['promised']:.2f}"
+            print(f"{name} {source}: {naive}{sentence(one, b, B)}{promised}", flush=True)
     found["spearman"] = rank_correlation(points)
     print(f"Spearman of ceiling and gain over {len(points)} pairs: {found['spearman']}")
     if options.json:

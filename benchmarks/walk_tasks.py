@@ -17,21 +17,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
+from walked import Walker
 
 from paceline.core import SamplingParams
-from paceline.drafters.dflash import load_dflash
+from paceline.drafters.dflash import read_config
 from paceline.evaluate.tasks import load_tasks
 from paceline.pipeline import Pipeline
-from paceline.recipes.smollm2 import smollm2_continued, smollm2_markov, smollm2_xpress
 from paceline.target import load_target
-from paceline.train.capture import load_frozen, load_tokenizer
-from paceline.train.fit import feature_rows, read_rows
-from paceline.train.logs import RunLog
-from paceline.train.served import Served, runs_of, walk
-from paceline.train.trainee import make_trainee
-
-RECIPES = {"xpress": smollm2_xpress, "markov": smollm2_markov}
+from paceline.train.served import Served, walk
 
 
 def write_replies(path: Path, options: argparse.Namespace) -> None:
@@ -59,11 +52,11 @@ def write_replies(path: Path, options: argparse.Namespace) -> None:
         print(f"{at + len(part)}/{len(jobs)} replies", flush=True)
 
 
-def figures(trainee: Any, rows: Any, block: int) -> dict[str, Any]:
+def figures(found: Any, block: int) -> dict[str, Any]:
     """Acceptance length by domain, and how it varies over domains and slots."""
     domains: dict[str, Served] = {}
     reached, accepted = [0] * (block - 1), [0] * (block - 1)
-    for item, runs in runs_of(trainee, rows, block):
+    for item, runs in found:
         domains[item.row.source] = domains.get(item.row.source, Served()) + walk(runs)
         at = 0
         while at < len(runs):
@@ -100,19 +93,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     replies = options.out / "replies.jsonl"
     write_replies(replies, options)
-    base = smollm2_continued((str(replies),), str(options.out))
-    target = load_frozen(base.target, torch.bfloat16)
-    log = RunLog(options.out, first=True, say=print, progress=lambda *_: None)
-    rows = feature_rows(base, target, read_rows(base), log)
-    found: dict[str, Any] = {}
+    walker, found = Walker([str(replies)], options.out), {}
     for text in options.drafter:
         name, folder = text.split("=", 1)
-        refiners = load_dflash(folder, torch.float32)[0].refiners
-        recipe = RECIPES[refiners[0]] if refiners else smollm2_continued
-        config = recipe((str(replies),), str(options.out)).replace(init_from=folder)
-        tokenizer = load_tokenizer(config.target)
-        trainee = make_trainee(config, target, rows, torch.bfloat16, tokenizer=tokenizer)
-        found[name] = figures(trainee, rows, config.block_size)
+        block = read_config(folder).block_size
+        found[name] = figures(walker.runs(folder, block), block)
         one = found[name]
         print(
             f"{name}: {one['pooled']:.3f} pooled, mean {one['mean_of_domains']:.3f} and variance "
