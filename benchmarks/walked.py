@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline.drafters.dflash import read_config
-from paceline.recipes.smollm2 import smollm2_continued
+from paceline.recipes.smollm2 import shape_of, smollm2_continued
 from paceline.train.capture import load_frozen, load_tokenizer
 from paceline.train.config import LengthHead, Phase, TrainConfig
 from paceline.train.features import FeatureRow
@@ -44,15 +44,7 @@ class Walker:
         theirs = read_config(folder)
         block = theirs.block_size
         config = smollm2_continued(self.data, str(self.out)).replace(
-            init_from=folder,
-            init_layers=(),
-            layers=theirs.num_hidden_layers,
-            taps=theirs.target_layer_ids,
-            fusion="layerwise" if theirs.layerwise_fusion else "fc",
-            split_kv=theirs.split_kv,
-            tap_norm=theirs.tap_norm,
-            mask_token_id=theirs.mask_token_id,
-            draft_vocab_size=theirs.draft_vocab_size,
+            **shape_of(folder),
             block_size=block,
             phases=(Phase(share=1.0, block_size=block, anchors_per_row=1),),
             length_head=LengthHead(alone=True),

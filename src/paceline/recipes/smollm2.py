@@ -6,6 +6,7 @@ Does not know commands; each function returns the full frozen config.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from paceline.api import DEFAULT_DRAFTERS, WEIGHTS
 from paceline.drafters.dflash import read_config
@@ -110,6 +111,22 @@ def smollm2_dflare(data: tuple[str, ...], run_dir: str = "runs/smollm2-dflare") 
     )
 
 
+def shape_of(drafter: str) -> dict[str, Any]:
+    """The settings with which a run goes on with a drafter folder as it is; not its block or heads."""
+    theirs = read_config(drafter)
+    return {
+        "init_from": drafter,
+        "init_layers": (),
+        "layers": theirs.num_hidden_layers,
+        "taps": theirs.target_layer_ids,
+        "fusion": "layerwise" if theirs.layerwise_fusion else "fc",
+        "split_kv": theirs.split_kv,
+        "tap_norm": theirs.tap_norm,
+        "mask_token_id": theirs.mask_token_id,
+        "draft_vocab_size": theirs.draft_vocab_size,
+    }
+
+
 def smollm2_bloom(
     data: tuple[str, ...],
     run_dir: str = "runs/smollm2-bloom",
@@ -132,15 +149,7 @@ def smollm2_bloom(
         share=1.0, block_size=block_size, anchors_per_row=12, widened_from=theirs.block_size
     )
     return smollm2_continued(data, run_dir).replace(
-        init_from=start,
-        init_layers=(),
-        layers=theirs.num_hidden_layers,
-        taps=theirs.target_layer_ids,
-        fusion="layerwise" if theirs.layerwise_fusion else "fc",
-        split_kv=theirs.split_kv,
-        tap_norm=theirs.tap_norm,
-        mask_token_id=theirs.mask_token_id,
-        draft_vocab_size=theirs.draft_vocab_size,
+        **shape_of(start),
         block_size=block_size,
         phases=(wide,),
         lr=5e-4,
