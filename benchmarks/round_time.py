@@ -4,6 +4,9 @@ Overhead is everything outside the target's forward, the drafter's pass and the 
 slicing taps, committing, bookkeeping. Medians over rounds; a fixed context of random token ids.
 
     .venv/bin/python benchmarks/round_time.py --json rounds.json
+    .venv/bin/python benchmarks/round_time.py --drafter smollm2-dflash --drafter FOLDER
+
+Several drafters are measured in turn at each shape, and each one's own parameters are counted.
 """
 
 from __future__ import annotations
@@ -70,15 +73,21 @@ def vars_of(session: Session) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--drafter", action="append", help="repeatable; none: the default one")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    pipeline = paceline.load("smollm2", dtype=options.dtype)
+    names = options.drafter or ["default"]
+    pipelines = {name: paceline.load("smollm2", name, dtype=options.dtype) for name in names}
     results = []
     shapes = [(batch, 256) for batch in (1, 2, 4, 8, 16)] + [(1, 1024), (1, 4096)]
     for batch, context in shapes:
-        results.append(measure(pipeline, batch, context, options.rounds))
-        print(json.dumps(results[-1]), flush=True)
+        for name, pipeline in pipelines.items():
+            module: Any = pipeline.drafter.module  # type: ignore[union-attr]
+            size = sum(weight.numel() for weight in module.parameters())
+            found = measure(pipeline, batch, context, options.rounds)
+            results.append({"drafter": name, "parameters": size} | found)
+            print(json.dumps(results[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
