@@ -64,7 +64,7 @@ def make(folder: Path, name: str, model: Any) -> None:
     data, state = read(folder)
     inner = data["dflash_config"]
     if name == "specforge":
-        inner["projector_type"] = "plain"
+        inner |= {"projector_type": None, "pure_draft_prefix_len": 0, "shift_label": False}
     if name == "speculators":
         layer = {k: v for k, v in data.items() if k not in ("dflash_config", "block_size")}
         data = {
@@ -222,6 +222,16 @@ FAULTS: list[tuple[str, str, Callable[[Config, State], None]]] = [
     ("t2d-disagrees", "dflash", tensor("t2d", lambda w: ~w)),
     ("borrowed-differs", "dflash", odd_embedding),
     ("rope-scaling", "dflash", set_in(None, rope_scaling={"rope_type": "yarn", "factor": 4.0})),
+    ("config-malformed", "dflash", set_in(None, rope_scaling="yarn")),
+    ("config-malformed", "dflash", set_in(None, hidden_size="32")),
+    ("config-malformed", "specforge", set_in(None, max_position_embeddings="128")),
+    ("config-malformed", "speculators", set_in(None, speculators_config=[1])),
+    ("config-malformed", "eagle3", set_in(None, num_hidden_layers=10**7)),
+    ("config-malformed", "pard", set_in(None, architectures=5, pard_token=96)),
+    ("taps-malformed", "dflash", set_in(D, target_layer_ids=5)),
+    ("taps-malformed", "speculators", set_in(None, aux_hidden_state_layer_ids=5)),
+    ("config-refused", "dflash", drop(None, "vocab_size")),
+    ("config-refused", "specforge", set_in(D, gru_hidden_dim=8)),
     ("architecture", "specforge", set_in(None, architectures=["DominoDraftModel"])),
 ]
 
@@ -257,7 +267,8 @@ def test_planted_faults_are_found(
     assert all(one.fix and one.where and one.what for one in found.findings)
     serious = {"taps-unsorted", "rope-differs", "positions-short", "dtype-fp16", "d2t-identity"}
     serious |= {"rope-scaling", "architecture"}
-    assert found.healthy == (code in serious)
+    other_engines = code == "config-refused" and "gru_hidden_dim" in str(found.findings)
+    assert found.healthy == (code in serious or other_engines)
 
 
 def test_a_degenerate_mask_row_and_a_foreign_tokenizer_are_found(
@@ -317,6 +328,66 @@ def test_what_cannot_be_read_is_exit_code_2_by_name(base: Path, tmp_path: Path) 
     )
     missing = CliRunner().invoke(app, ["doctor", target, str(tmp_path / "none"), "--no-live"])
     assert isinstance(missing.exception, ValueError)
+
+
+KEYS = [
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "vocab_size", "block_size",
+    "num_target_layers", "target_layer_ids", "mask_token_id", "rope_theta", "rope_parameters",
+    "rope_scaling", "rms_norm_eps", "max_position_embeddings", "draft_vocab_size", "layer_types",
+    "architectures", "dflash_config", "eagle_config", "speculators_config", "speculators_model_type",
+    "transformer_layer_config", "aux_hidden_state_layer_ids", "causal", "is_causal", "sliding_window",
+    "xpress_rank", "markov_rank", "thresh_head_bottleneck_dim", "quantization_config", "dtype",
+    "attention_bias", "layerwise_fusion", "mask_token", "pard_token", "tie_word_embeddings",
+]  # fmt: skip
+VALUES: list[Any] = ["x", -1, 10**30, float("nan"), [1, "a"], {"a": 1}]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_value_of_any_key_is_more_than_a_finding_or_an_error_of_the_user(
+    base: Path, tmp_path: Path, name: str
+) -> None:
+    folder = Path(shutil.copytree(base / name, tmp_path / "d"))
+    data = json.loads((folder / "config.json").read_text())
+    places = [data, *(part for key in (D, T) if isinstance(part := data.get(key), dict))]
+    for key in KEYS:
+        for value in VALUES:
+            for at, place in enumerate(places):
+                old = dict(place)
+                place[key] = value
+                (folder / "config.json").write_text(json.dumps(data))
+                try:
+                    found = examine(str(base / "target"), folder)
+                    assert all(one.fix and one.where for one in found.findings), (key, value, at)
+                except ValueError as error:
+                    assert str(folder) in str(error), (key, value, at)
+                place.clear()
+                place.update(old)
+
+
+def test_folders_that_are_none_are_named(base: Path, tmp_path: Path) -> None:
+    target, drafter = str(base / "target"), str(base / "dflash")
+    with pytest.raises(ValueError, match="is a drafter: name the target first"):
+        examine(drafter, target)
+    assert any("whole model" in one.what for one in examine(target, target).findings)
+    with pytest.raises(ValueError, match="neither a folder nor a packaged one .smollm2-dflash"):
+        examine(target, "smolm2-dflash")
+    folder = Path(shutil.copytree(base / "dflash", tmp_path / "d"))
+    shutil.copy(folder / "model.safetensors", folder / "optimizer.safetensors")
+    with pytest.raises(ValueError, match=r"is in model\.safetensors and in optimizer"):
+        examine(target, folder)
+    (folder / "optimizer.safetensors").unlink()
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="the tokenizer cannot be read"):
+        examine(target, folder)
+
+
+def test_a_drafter_that_cannot_be_loaded_is_a_finding(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(examined_folder(), tmp_path / "d"))
+    data, state = read(folder)
+    write(folder, data, {f"model.{name}": weight for name, weight in state.items()})
+    found = examine("smollm2", folder)
+    live_check(found, 20.0, "bf16", ["Hello."])
+    assert codes(found) == {"load-refused"} and not found.healthy and not found.live["ran"]
 
 
 def test_the_alarm_speaks_once_and_of_chance_only() -> None:

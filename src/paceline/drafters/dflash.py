@@ -55,6 +55,9 @@ _FIXED = {
     "markov_head_type": "vanilla",
     "enable_confidence_head": False,
     "thresh_head_direct_len": True,
+    "projector_type": None,  # SpecForge's keys of a Domino head, as they stand without one
+    "pure_draft_prefix_len": 0,
+    "shift_label": False,
 }
 _ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 _KINDS: dict[str, Callable[[Any], bool]] = {

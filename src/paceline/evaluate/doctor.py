@@ -12,10 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core import SamplingParams
+from paceline.drafters.dflash import DFlashConfig
 from paceline.evaluate.doctor_alarm import ENOUGH, Alarm
 from paceline.evaluate.doctor_checks import CHECKS
-from paceline.evaluate.doctor_facts import Finding, error, read_drafter, read_target
+from paceline.evaluate.doctor_facts import (
+    DrafterFacts,
+    Finding,
+    error,
+    read_drafter,
+    read_target,
+    warning,
+)
+from paceline.evaluate.doctor_serving import SERVING_CHECKS
 from paceline.evaluate.doctor_tensors import TENSOR_CHECKS
+
+OURS = ("dflash", "specforge")  # formats that Paceline drafts with
 
 
 @dataclass(kw_only=True)
@@ -54,11 +65,44 @@ def examine(target: str, drafter: str | Path) -> Examination:
     from paceline.api import packaged_drafters
 
     folder = packaged_drafters().get(str(drafter), Path(drafter))
+    if not folder.is_dir():
+        known = ", ".join(packaged_drafters())
+        raise ValueError(
+            f"no drafter {str(drafter)!r}: neither a folder nor a packaged one ({known})"
+        )
     mine, theirs = read_drafter(folder), read_target(target)
     found = Examination(target=target, drafter=str(drafter), format=mine.format)
-    for check in (*CHECKS, *TENSOR_CHECKS):
+    for check in (*CHECKS, *SERVING_CHECKS, *TENSOR_CHECKS):
         found.findings += check(mine, theirs)
+    if found.healthy and found.format in OURS:
+        found.findings += refusal(mine)
     return found
+
+
+def refusal(drafter: DrafterFacts) -> list[Finding]:
+    """What Paceline's own reader has against a config with which no check finds fault.
+
+    A missing key is an error: readers guess it, and differently. What Paceline lacks, others may have.
+    """
+    try:
+        DFlashConfig.from_dict(drafter.raw)
+    except (ValueError, TypeError) as problem:
+        said = f"Paceline's reader refuses it: {problem}"
+        if "lacks" in said:
+            return [error("config-refused", "config.json", said, "write the key as trained")]
+        return [warning("config-refused", "config.json", said, "use an engine that has this")]
+    return []
+
+
+def _why_not(found: Examination) -> str | None:
+    """Why there is no live check; None if there can be one."""
+    if found.format not in OURS:
+        return f"Paceline does not draft with {found.format} folders"
+    if not found.healthy:
+        return "there are errors to mend first"
+    if any(one.code == "config-refused" for one in found.findings):
+        return "Paceline cannot read it"
+    return None
 
 
 def live_check(
@@ -69,26 +113,24 @@ def live_check(
     Adds an error when acceptance is at chance. Only for what Paceline drafts with, and only without
     errors: a drafter that cannot be right need not be tried.
     """
-    if found.format not in ("dflash", "specforge"):
-        found.live = {"ran": False, "why": f"Paceline does not draft with {found.format} folders"}
-        return
-    if not found.healthy:
-        found.live = {"ran": False, "why": "there are errors to mend first"}
+    if (why := _why_not(found)) is not None:
+        found.live = {"ran": False, "why": why}
         return
     import paceline
     from paceline.evaluate.tasks import BUILTIN, read_task
 
-    start = time.monotonic()
-    pipeline = paceline.load(found.target, found.drafter, dtype=dtype)
+    try:
+        pipeline = paceline.load(found.target, found.drafter, dtype=dtype)
+    except (ValueError, OSError) as problem:
+        found.live = {"ran": False, "why": "the drafter cannot be loaded"}
+        fix = "what a check above does not name, this message does: export the drafter again"
+        found.findings.append(error("load-refused", "live check", str(problem), fix))
+        return
+    start = time.monotonic()  # loading is not what is tried
     alarm = Alarm()
-    asked: list[Any] = (
-        list(prompts)
-        if prompts is not None
-        else [
-            [dict(message) for message in question.turns[0]]
-            for question in read_task("builtin", BUILTIN).questions
-        ]
-    )
+    questions = read_task("builtin", BUILTIN).questions
+    builtin = [[dict(message) for message in question.turns[0]] for question in questions]
+    asked: list[Any] = builtin if prompts is None else list(prompts)
     rounds, kept = 0, 0
     for prompt in asked:
         if time.monotonic() - start > seconds or rounds >= 8 * ENOUGH:
@@ -104,6 +146,11 @@ def live_check(
         "rounds": rounds,
         "accepted_drafts_per_round": kept / rounds if rounds else None,
     }
+    if rounds < ENOUGH:
+        fix = "give more --seconds"
+        found.findings.append(
+            warning("live-short", "live check", f"{rounds} rounds are too few to say", fix)
+        )
     if alarm.message:
         found.findings.append(
             error(

@@ -10,20 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.data.fingerprint import fingerprint_of
 from paceline.drafters.dflash import vocabulary_fingerprint
 from paceline.evaluate.doctor_facts import (
     DrafterFacts,
     Finding,
     TargetFacts,
     error,
-    note,
     rope_bases,
     warning,
 )
 
 Findings = Iterator[Finding]
 CONFIG = "config.json"
+
+
+def check_kinds(drafter: DrafterFacts, target: TargetFacts) -> Findings:
+    """Values of another kind than their key's; all other checks go on without them."""
+    for place, value, wanted in drafter.malformed:
+        shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:39]}…"
+        yield error("config-malformed", place, f"is {shown}", f"write {wanted}, as trained")
 
 
 def check_conflicts(drafter: DrafterFacts, target: TargetFacts) -> Findings:
@@ -93,7 +98,8 @@ def check_taps(drafter: DrafterFacts, target: TargetFacts) -> Findings:
     ):
         if ids is not None:
             yield from _taps(drafter, target, key, ids, shift)
-    if plain and shifted and [i + 1 for i in plain] != list(shifted):
+    both = isinstance(plain, list) and isinstance(shifted, list) and _numbers(plain + shifted)
+    if both and plain and shifted and [i + 1 for i in plain] != shifted:
         yield error(
             "taps-off-by-one",
             "aux_hidden_state_layer_ids",
@@ -102,8 +108,12 @@ def check_taps(drafter: DrafterFacts, target: TargetFacts) -> Findings:
         )
 
 
+def _numbers(values: list[Any]) -> bool:
+    return all(type(value) is int for value in values)
+
+
 def _taps(drafter: DrafterFacts, target: TargetFacts, key: str, ids: Any, shift: int) -> Findings:
-    if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+    if not isinstance(ids, list) or not ids or not _numbers(ids):
         yield error("taps-malformed", key, f"is {ids!r}", "write a list of layer numbers")
         return
     layers = [i - shift for i in ids]
@@ -145,10 +155,13 @@ def check_mask(drafter: DrafterFacts, target: TargetFacts) -> Findings:
         return
     mask = drafter.mask_id
     if mask is None:
+        whole = " (this is a whole model: a PARD drafter, or a target?)" * (
+            drafter.family == "pard"
+        )
         yield error(
             "mask-missing",
             "mask_token_id",
-            "no mask id is named",
+            f"no mask id is named{whole}",
             "write the id the drafter was trained with (mask_token_id, for PARD pard_token)",
         )
         return
@@ -286,7 +299,10 @@ def check_block(drafter: DrafterFacts, target: TargetFacts) -> Findings:
                 f"is {block!r}",
                 "write the block as trained, anchor included",
             )
-    for method in (drafter.raw.get("speculators_config") or {}).get("proposal_methods") or ():
+    proposed = (drafter.raw.get("speculators_config") or {}).get("proposal_methods")
+    for method in proposed if isinstance(proposed, list) else ():
+        if not isinstance(method, dict):
+            continue
         tokens = method.get("speculative_tokens")
         wanted = None if block is None else block - (not drafter.get("sample_from_anchor"))
         if drafter.family == "dflash" and wanted is not None and tokens != wanted:
@@ -307,79 +323,8 @@ def check_block(drafter: DrafterFacts, target: TargetFacts) -> Findings:
         )
 
 
-def check_causal(drafter: DrafterFacts, target: TargetFacts) -> Findings:
-    """Causal flags that override a block's attention."""
-    says = {
-        name: drafter.get(name) for name in ("is_causal", "causal") if drafter.get(name) is not None
-    }
-    if len(set(says.values())) > 1:
-        yield error("causal-conflict", ", ".join(says), f"say {says}", "write one value")
-    kinds = drafter.layer.get("layer_types") or ()
-    if drafter.get("sliding_window_non_causal") is False and "full_attention" in kinds:
-        yield error(
-            "causal-override",
-            "sliding_window_non_causal",
-            "is false: vLLM then makes every layer causal, the full ones too",
-            "leave it out or write true for a drafter whose blocks look both ways",
-        )
-    layers = drafter.layer.get("num_hidden_layers")
-    if kinds and type(layers) is int and len(kinds) != layers:
-        yield error(
-            "layer-types",
-            "layer_types",
-            f"names {len(kinds)} layers of {layers}",
-            "name every layer",
-        )
-
-
-def check_dtype(drafter: DrafterFacts, target: TargetFacts) -> Findings:
-    """fp16 and quantised weights: known to accept nothing."""
-    named = str(drafter.layer.get("dtype") or drafter.layer.get("torch_dtype") or "")
-    stored = {t.dtype for t in drafter.tensors.values()}
-    if "float16" == named.removeprefix("torch.") or "F16" in stored:
-        yield warning(
-            "dtype-fp16",
-            "dtype",
-            "float16: drafters trained in bf16 overflow there",
-            "serve and store it in bfloat16",
-        )
-    quantised = drafter.raw.get("quantization_config") or drafter.layer.get("quantization_config")
-    packed = sorted(
-        n for n, t in drafter.tensors.items() if n.endswith("weight") and t.dtype[0] in "IU"
-    )
-    if quantised or packed or {"F8_E4M3", "F8_E5M2"} & stored:
-        yield error(
-            "quantised",
-            "quantization_config" if quantised else (packed or ["dtype"])[0],
-            "a quantised drafter accepts next to nothing (often inherited from the target's config)",
-            "remove quantization_config and store bf16 weights",
-        )
-
-
-def check_template(drafter: DrafterFacts, target: TargetFacts) -> Findings:
-    """The chat template that the training text was written with, where it is recorded."""
-    made = drafter.provenance.get("fingerprint") or {}
-    wanted = made.get("template") if isinstance(made, dict) else None
-    if wanted is None or target.tokenizer is None:
-        return
-    found = fingerprint_of(str(target.folder), target.tokenizer).template
-    if found != wanted:
-        yield warning(
-            "template-differs",
-            "provenance.json",
-            "the chat template is not the one of the training text",
-            "serve with that template, or train on text of this one",
-        )
-
-
-def check_architecture(drafter: DrafterFacts, target: TargetFacts) -> Findings:
-    """Names that engines do not register."""
-    names = drafter.raw.get("architectures") or []
-    if drafter.format != "speculators" and "Domino" in " ".join(map(str, names)):
-        yield note("architecture", "architectures", f"{names}", "SGLang wants DFlashDraftModel")
-
-
 CHECKS = (
+    check_kinds,
     check_conflicts,
     check_widths,
     check_depth,
@@ -389,8 +334,4 @@ CHECKS = (
     check_rope,
     check_positions,
     check_block,
-    check_causal,
-    check_dtype,
-    check_template,
-    check_architecture,
 )

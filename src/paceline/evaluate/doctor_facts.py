@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.evaluate.doctor_config import Malformed, sound
+
 _SPECULATORS = {"dflash": "dflash", "dspark": "dflash", "eagle3": "eagle3", "peagle": "eagle3"}
 _OURS = {"vocabulary_fingerprint", "layerwise_fusion", "split_kv", "tap_norm"}
 _PLAIN_NESTED = {"mask_token_id", "target_layer_ids", "causal"} | _OURS
@@ -122,6 +124,9 @@ class DrafterFacts:
     conflicts: Sequence[tuple[str, Any, Any]]
     weights: Weights
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    malformed: Malformed = field(
+        default_factory=list
+    )  # values of another kind; taken out of all parts
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
@@ -252,11 +257,10 @@ def read_drafter(folder: Path) -> DrafterFacts:
         ValueError: it is no folder, has no readable config.json or no readable safetensors file, or
             is in none of the formats.
     """
-    raw = read_json(folder / "config.json")
+    malformed: Malformed = []
+    raw = sound(read_json(folder / "config.json"), malformed)
     format, family, kind = _recognise(folder, raw)
     layer = raw.get("transformer_layer_config", raw) if format == "speculators" else raw
-    if not isinstance(layer, Mapping):
-        raise ValueError(f"{folder / 'config.json'}: transformer_layer_config is no object")
     conflicts: list[tuple[str, Any, Any]] = []
     flat = {k: v for k, v in raw.items() if k not in (*_NESTS, "transformer_layer_config")}
     for nest in _NESTS:
@@ -277,6 +281,7 @@ def read_drafter(folder: Path) -> DrafterFacts:
         conflicts=conflicts,
         weights=Weights(tensors=_headers(folder, plain=family != "pard")),
         provenance=read_json(provenance) if provenance.is_file() else {},
+        malformed=malformed,
     )
 
 
@@ -336,6 +341,11 @@ def _headers(folder: Path, *, plain: bool) -> dict[str, Stored]:
                             name = (
                                 own + name.removeprefix(alias) if name.startswith(alias) else name
                             )
+                    if plain and name in found and found[name].file != file:
+                        raise ValueError(
+                            f"{folder}: {stored} is in {found[name].file.name} and in {file.name}; "
+                            "remove one of the files"
+                        )
                     shape, dtype = tuple(part.get_shape()), str(part.get_dtype())
                     found[name] = Stored(file=file, name=stored, shape=shape, dtype=dtype)
         except (SafetensorError, OSError) as problem:
@@ -355,6 +365,8 @@ def read_target(name: str) -> TargetFacts:
     if folder is None:
         raise ValueError(f"no target {name!r}: neither a folder nor a model that was downloaded")
     raw = read_json(folder / "config.json")
+    if "DFlash" in str(raw.get("architectures")) or "speculators_model_type" in raw:
+        raise ValueError(f"{folder} is a drafter: name the target first, then the drafter")
     text = raw.get("text_config")
     config = text if isinstance(text, Mapping) else raw
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
@@ -380,5 +392,7 @@ def read_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"{folder}: the tokenizer cannot be read ({problem})") from None
+    except Exception as problem:  # of any kind: tokenizers has its own, transformers any
+        raise ValueError(
+            f"{folder}: the tokenizer cannot be read ({type(problem).__name__}: {problem})"
+        ) from None

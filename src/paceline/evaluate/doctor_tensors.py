@@ -65,12 +65,13 @@ def wanted_shapes(drafter: DrafterFacts) -> dict[str, tuple[int, ...]] | None:
         try:
             config = DFlashConfig.from_dict(drafter.raw)
         except (ValueError, TypeError):
-            config = None  # other checks name the key
+            config = None  # another check names the key, or `check_refusal`
         if config is not None:
             with torch.device("meta"):
                 state = DFlashModule(config).state_dict()
             return {name: tuple(weight.shape) for name, weight in state.items()}
-    taps = drafter.get("target_layer_ids", "aux_hidden_state_layer_ids") or []
+    taps = drafter.get("target_layer_ids", "aux_hidden_state_layer_ids")
+    taps = taps if isinstance(taps, list) else []
     source = drafter.number("target_hidden_size") or width
     found = {"norm.weight": (width,), "hidden_norm.weight": (width,)}
     shapes: dict[str, tuple[int, ...]] = found | {"fc.weight": (width, len(taps) * source)}
