@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from bench_example import example_bench
 from harness import TableLM, TableTarget
 from paceline.cli import app
+from paceline.cli.preflight import show
 from paceline.core import Completion, Draft, DraftContext, Round, Row, SamplingParams
 from paceline.evaluate.engine_counters import domain_of_counters, read_counters
 from paceline.evaluate.preflight import (
@@ -249,10 +250,21 @@ def test_counters_of_an_engine_are_the_histogram(tmp_path: Path) -> None:
     assert whole.kept_n == tuple(2 * n for n in after)
     between = domain_of_counters("engine", read_counters(b), read_counters(a))
     assert between.kept_n == tuple(2 * (y - x) for x, y in zip(before, after, strict=True))
+    odd = 'foo{x="a}b"} 1\n  # comment\nbar 1 -5\nbaz{x="\u2028"} 3 # {trace_id="a"} 0.5\n'
+    for text in (
+        odd + scrape(after, 2),
+        scrape(after, 2).replace('position="', 'my_position="9",position = "'),
+        scrape(after, 2).replace('model_name="m"', 'model_name="a}\\"b"'),
+        scrape(after, 2).replace("\n", " -1700000000\r\n"),
+    ):
+        b.write_text(text)
+        assert domain_of_counters("engine", read_counters(b)) == whole
+    b.write_text(scrape(after, 2))
     with pytest.raises(ValueError, match="restarted"):
         domain_of_counters("engine", read_counters(a), read_counters(b))
     for text, message in (
-        ("no metric here\n", "line 1: no Prometheus metric"),
+        ("no metric here\n", "scrape /metrics"),
+        (scrape(after) + scrape(after).replace('"m"', '"n"'), r"several models \(m, n\)"),
         ("up 1\n", "scrape /metrics"),
         (scrape(after).replace('position="1"', 'position="9"'), "lacks positions"),
         (scrape(after).replace("1240.0", "many"), "is no count"),
@@ -277,6 +289,8 @@ def test_the_command_reads_an_engine_and_refuses_what_it_cannot(tmp_path: Path) 
     for extra, message in (
         (["--longer-block", "8"], "more than the drafter's 8"),
         (["--tasks", "gsm8k"], "not both"),
+        (["--limit", "3"], "not both"),
+        (["--png", str(out)], "both name"),
         (["--metrics", str(page), "--metrics", str(page)], "one scrape, or two"),
     ):
         failed = CliRunner().invoke(app, call + extra)
@@ -308,6 +322,13 @@ def test_the_report_has_a_page_of_it(tmp_path: Path) -> None:
         ({"schema": {"name": "other", "version": 1}}, "give files that paceline bench"),
         ({"schema": {"name": "paceline-preflight", "version": 9}}, "reads 1"),
         ({"arguments": 3}, "arguments: expected an object"),
+        ({"arguments": {"target": ["a"]}}, r"arguments\.target: expected text"),
+        ({"arguments": {"target": None}}, r"arguments\.target: expected text"),
+        ({"longer_block": 8}, "is not longer"),
+        ({"domains": [found["domains"][0] | {"conditional": [9] * 7}]}, r"conditional\[0\]"),
+        ({"domains": [found["domains"][0] | {"stranded_drafts": 99}]}, "stranded_drafts"),
+        ({"domains": [found["domains"][0] | {"looping_share": 5}]}, "a share above 1"),
+        ({"domains": [found["domains"][0] | {"domain": "\ud800"}]}, "not a JSON file"),
     ):
         out.write_text(json.dumps(found | change))
         with pytest.raises(ValueError, match=message):
@@ -321,8 +342,15 @@ def test_charts_are_whole_or_not_there(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
     one = {"histogram": [1, 2], "rounds": 3, "domain": "a", "verdict": "stop-speculating"}
+    draw(tmp_path / "p.png", {"domains": [one | {"domain": r"$\frac{$"}]})
     with pytest.raises(ValueError, match="cannot be written"):
         draw(file / "p.png", {"domains": [one]})
+
+
+def test_names_of_domains_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    domain = Domain(name="[/oops]", requests=1, looping=0, unfinished=0, kept_n=(90, 60, 50))
+    show(document([domain], None, 4, {}))
+    assert capsys.readouterr().out.count("[/oops]") == 2
 
 
 def test_domains_need_the_same_block() -> None:

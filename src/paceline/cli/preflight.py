@@ -48,7 +48,9 @@ def preflight(
     temperature: TemperatureOption = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows decoded together.")] = 8,
     dtype: DtypeOption = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="Of PyTorch on the CPU.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Of PyTorch on the CPU.")
+    ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the histograms into this file.")] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -58,13 +60,15 @@ def preflight(
 
     Example: paceline preflight --metrics before.txt --metrics after.txt
     """
+    if png is not None and json_file is not None and png.resolve() == json_file.resolve():
+        raise ValueError(f"--png and --json both name {png}")
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
     if metrics:
-        if tasks != "builtin" or tasks_dir is not None:
-            raise ValueError("give --metrics or --tasks, not both")
+        if tasks != "builtin" or tasks_dir is not None or limit is not None:
+            raise ValueError("give --metrics or --tasks (and --limit), not both")
         domains, costs, longer = _of_engine(metrics, longer_block)
         arguments: dict[str, Any] = {"metrics": [file.name for file in metrics]}
     else:
@@ -76,12 +80,12 @@ def preflight(
     from paceline.evaluate.preflight import document
 
     found = document(domains, costs, longer, arguments)
+    write_json(json_file, found)  # first: nothing behind it may lose what was measured
     show(found)
     if png is not None:
         from paceline.evaluate.preflight_chart import draw
 
         draw(png, found)
-    write_json(json_file, found)
 
 
 def _longer(block: int, wanted: int | None) -> int:
@@ -139,6 +143,7 @@ def show(found: dict[str, Any]) -> None:
     """A table of figures by domain and a line with the verdict of each."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     table = Table(
@@ -153,7 +158,7 @@ def show(found: dict[str, Any]) -> None:
         )
         shown = "-" if kept is None else f"{kept:.2f}"
         table.add_row(
-            one["domain"], str(one["rounds"]), shown, f"{one['ceiling']:.1%}", slots, *shares
+            Text(one["domain"]), str(one["rounds"]), shown, f"{one['ceiling']:.1%}", slots, *shares
         )
     console.print(table)
     if found["costs"] is not None:

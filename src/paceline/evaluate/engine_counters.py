@@ -11,8 +11,9 @@ from pathlib import Path
 from paceline.evaluate.preflight import Domain
 
 _LINE = re.compile(
-    r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)(?:\s+\d+)?$"
+    r"""^(?P<name>[\w:]+)\s*(?:\{(?P<labels>(?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?\s+(?P<value>\S+)"""
 )
+_LABEL = re.compile(r"""([A-Za-z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)\"""")
 _ROUNDS = "vllm:spec_decode_num_drafts"
 _SLOTS = "vllm:spec_decode_num_accepted_tokens_per_pos"
 Counters = tuple[float, dict[int, float]]
@@ -20,37 +21,41 @@ Counters = tuple[float, dict[int, float]]
 
 
 def read_counters(path: Path) -> Counters:
-    """The counters of one scrape, engines and models summed up.
+    """The counters of one scrape, the engines of one model summed up; lines of other metrics are skipped.
 
-    Raises ValueError naming the file and line for what is no Prometheus text, or for missing counters.
+    Raises ValueError naming the file and line for what is no count, for missing counters, and for more
+    models than one: their drafters are not the same.
     """
     rounds: float | None = None
     slots: dict[int, float] = {}
+    models: set[str] = set()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # labels may hold any other line break
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
     for number, line in enumerate(lines, 1):
-        if not line.strip() or line.startswith("#"):
-            continue
         found = _LINE.match(line.strip())
-        if found is None:
-            raise ValueError(f"{path}, line {number}: no Prometheus metric: {line[:60]!r}")
-        name = found["name"].removesuffix("_total")
-        if name not in (_ROUNDS, _SLOTS):
+        name = found["name"].removesuffix("_total") if found is not None else ""
+        if found is None or name not in (_ROUNDS, _SLOTS):
             continue
+        labels = dict(_LABEL.findall(found["labels"] or ""))
+        models.add(labels.get("model_name", ""))
         value = _number(path, number, found["value"])
         if name == _ROUNDS:
             rounds = (rounds or 0.0) + value
             continue
-        place = re.search(r'position="(\d+)"', found["labels"] or "")
-        if place is None:
+        place = labels.get("position", "")
+        if not place.isdecimal():
             raise ValueError(f"{path}, line {number}: {_SLOTS} without a position")
-        slots[int(place[1])] = slots.get(int(place[1]), 0.0) + value
+        slots[int(place)] = slots.get(int(place), 0.0) + value
     if rounds is None or not slots:
         raise ValueError(
             f"{path}: no {_ROUNDS if rounds is None else _SLOTS}; scrape /metrics of an engine that "
             "serves with a drafter"
+        )
+    if len(models) > 1:
+        raise ValueError(
+            f"{path}: several models ({', '.join(sorted(models))}); keep the lines of one model_name"
         )
     if sorted(slots) != list(range(len(slots))):
         raise ValueError(

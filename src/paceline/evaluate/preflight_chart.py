@@ -26,7 +26,9 @@ def draw(path: Path, found: dict[str, Any]) -> None:
         colours = ["#4477aa"] * (len(counts) - 1) + ["#cc6677"]
         axes.bar(range(len(counts)), [count / total for count in counts], color=colours)
         axes.set_xticks(range(len(counts)))
-        axes.set_title(f"{one['domain']}: {one['verdict']}", loc="left", fontsize=9)
+        axes.set_title(
+            f"{one['domain']}: {one['verdict']}", loc="left", fontsize=9, parse_math=False
+        )
         axes.set_ylabel("rounds")
     axes.set_xlabel("accepted drafts (last: the whole block)")
     stream = io.BytesIO()

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.evaluate import svg
-from paceline.evaluate.metrics import ratio
-from paceline.evaluate.preflight import SCHEMA
+from paceline.evaluate.preflight import SCHEMA, Domain
 from paceline.evaluate.report_panels import Panel, Table, alt, number, percent
 from paceline.evaluate.results import Maybe, agree, check, read_schema
 
@@ -60,8 +59,12 @@ def read_preflight(path: Path, name: str) -> Preflight:
         check(raw, _FILE, "")
         if raw["block_size"] < 2 or not raw["domains"]:
             raise ValueError("block_size or domains: nothing was counted")
+        if raw["longer_block"] <= raw["block_size"]:
+            raise ValueError(f"longer_block: {raw['longer_block']} is not longer")
+        if "target" in raw["arguments"]:
+            check(raw["arguments"]["target"], str, "arguments.target")
         for i, one in enumerate(raw["domains"]):
-            _check_domain(one, raw["block_size"], f"domains[{i}]")
+            _check_domain(one, raw["block_size"], raw["longer_block"], f"domains[{i}]")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     names = ("speed", "best_speed", "longer_speed")
@@ -80,9 +83,8 @@ def read_preflight(path: Path, name: str) -> Preflight:
     )
 
 
-def _check_domain(one: Mapping[str, Any], block: int, where: str) -> None:
-    """The figures that follow from a histogram are its own."""
-    counts = one["histogram"]
+def _check_domain(one: Mapping[str, Any], block: int, longer: int, where: str) -> None:
+    """The figures that follow from a histogram are its own, and shares are none above 1."""
     for key, size in (("histogram", block), ("survival", block - 1), ("conditional", block - 1)):
         if len(one[key]) != size:
             raise ValueError(
@@ -90,13 +92,18 @@ def _check_domain(one: Mapping[str, Any], block: int, where: str) -> None:
             )
     for key in ("speed", "best_speed", "longer_speed"):
         check(one.get(key), Maybe(kind=float), f"{where}.{key}")
-    agree(f"{where}.rounds", one["rounds"], sum(counts))
-    agree(f"{where}.ceiling", one["ceiling"], ratio(counts[-1], sum(counts)) or 0.0)
-    kept = ratio(sum(n * count for n, count in enumerate(counts)), sum(counts))
-    agree(f"{where}.accepted_drafts_per_round", one["accepted_drafts_per_round"], kept)
-    total = max(1, sum(counts))
-    for k, share in enumerate(one["survival"], start=1):
-        agree(f"{where}.survival[{k - 1}]", share, sum(counts[k:]) / total)
+    for key in ("looping_share", "unfinished_share"):
+        if (one[key] or 0) > 1:
+            raise ValueError(f"{where}.{key}: {one[key]} is a share above 1")
+    counts = tuple(one["histogram"])
+    mine = Domain(name="", requests=0, looping=0, unfinished=0, kept_n=counts)
+    agree(f"{where}.rounds", one["rounds"], mine.rounds)
+    agree(f"{where}.ceiling", one["ceiling"], mine.ceiling)
+    agree(f"{where}.accepted_drafts_per_round", one["accepted_drafts_per_round"], mine.accepted)
+    agree(f"{where}.stranded_drafts", one["stranded_drafts"], mine.stranded(longer - block))
+    for key, wanted in (("survival", mine.survival), ("conditional", mine.conditional)):
+        for k, (share, its) in enumerate(zip(one[key], wanted, strict=True)):
+            agree(f"{where}.{key}[{k}]", share, its)
 
 
 Domains = Sequence[Mapping[str, Any]]

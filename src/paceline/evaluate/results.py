@@ -162,7 +162,8 @@ def read_schema(path: Path, known: Mapping[str, int]) -> dict[str, Any]:
     """A JSON file of one of these schemas (name -> version); ValueError names the file otherwise."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except ValueError as error:
+        json.dumps(raw, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON file: {error}") from None
     schema = raw.get("schema") if isinstance(raw, dict) else None
     name = str(schema.get("name")) if isinstance(schema, dict) else ""
