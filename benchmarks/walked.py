@@ -18,11 +18,11 @@ from paceline.drafters.dflash import read_config
 from paceline.recipes.smollm2 import shape_of, smollm2_continued
 from paceline.train.capture import load_frozen, load_tokenizer
 from paceline.train.config import LengthHead, Phase, TrainConfig
+from paceline.train.earlier import as_it_stands
 from paceline.train.features import FeatureRow
 from paceline.train.fit import feature_rows, read_rows
 from paceline.train.logs import RunLog
 from paceline.train.served import runs_of
-from paceline.train.start import as_it_stands
 from paceline.train.trainee import make_trainee
 
 

@@ -31,9 +31,10 @@ from paceline.export.plain import export_plain
 from paceline.pipeline import Pipeline
 from paceline.recipes import find_recipe, target_config
 from paceline.train.config import FRESH_WEIGHT, Phase
+from paceline.train.earlier import left_behind
 from paceline.train.fit import gamma_at, learning_rate
 from paceline.train.policy import step_weights
-from paceline.train.start import drafter_shape, kept_names, left_behind, start_module
+from paceline.train.start import drafter_shape, kept_names, start_module
 from tiny import tiny_target
 
 PARTS = {"layerwise_fusion": True, "split_kv": True}
@@ -215,7 +216,7 @@ def test_one_checkpoint_drafts_any_block(tmp_path: Path, size: int, parts: dict[
     assert max(r.drafted for r in got[0].outputs[0].rounds) == min(size - 1, 18)
 
 
-def test_block_is_the_drafter_s_and_an_xpress_head_serves_no_longer_one() -> None:
+def test_block_is_the_drafter_s_and_an_xpress_head_serves_no_longer_one(tmp_path: Path) -> None:
     """Longer blocks are refused; on shorter ones slots are mixed as the first of a whole block."""
     config, module = made(xpress_rank=6, layerwise_fusion=True)
     longer = DFlashDrafter(replace(config, block_size=7), module, None, tiny_target())
@@ -231,6 +232,9 @@ def test_block_is_the_drafter_s_and_an_xpress_head_serves_no_longer_one() -> Non
     got = pipeline.generate([[3, 4, 5]], SamplingParams(max_tokens=12))[0].outputs[0]
     want = pipeline.plain().generate([[3, 4, 5]], SamplingParams(max_tokens=12))[0].outputs[0]
     assert got.token_ids == want.token_ids and max(r.drafted for r in got.rounds) == 3
+    folder = save_dflash(tmp_path / "d", config, module)
+    with pytest.raises(ValueError, match="does not fit into the drafter's"):
+        DFlashDrafter.load(folder, target, block_size=10**9)
     method = parse_method("dflash+block:4+first:2")
     assert method.block_size == 4 and method.name == "dflash+block:4+first:2"
     for text, message in (

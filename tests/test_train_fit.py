@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from paceline.drafters.dflash import draft_to_target, load_dflash
 from paceline.train.config import Phase, TrainConfig, parse_settings
@@ -96,6 +97,20 @@ def test_dflare_trains_and_is_widened_by_a_flat_step(setup: TrainConfig, tmp_pat
             assert found["gain"] == pytest.approx(found["tau_wide"] - found["tau_short"])
     assert "growth" in line, "the last evaluation has it"
     assert not (tmp_path / "a" / "growth.json").exists()
+    weights = drafter / "model.safetensors"
+    state = load_file(weights)
+    state["norm.weight"][0] = float("nan")
+    save_file(state, weights, metadata={"format": "pt"})
+    third = second.replace(run_dir=str(tmp_path / "c"), features_dir=str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="norm.weight holds NaN"):
+        fit(third, say=silent)
+    weights.unlink()
+    with pytest.raises(ValueError, match="no .safetensors file"):
+        fit(third, say=silent)
+    assert not (tmp_path / "none").exists(), "it is said before anything long"
+    with pytest.raises(ValueError, match="longer than a text"):
+        huge = Phase(share=1.0, block_size=10**8, anchors_per_row=2, widened_from=4)
+        second.replace(block_size=10**8, phases=(huge,))
 
 
 def silent(_: str) -> None:

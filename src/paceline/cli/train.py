@@ -150,6 +150,7 @@ def _bar() -> Iterator[tuple[Callable[[str], None], Callable[[str, int, int], No
 def show(config: TrainConfig) -> None:
     """Print every setting in the form that `--set` takes, and the drafter's size."""
     from paceline.recipes import target_config
+    from paceline.train.earlier import check_start, check_weights
     from paceline.train.start import drafter_shape, parameter_count
 
     for key, value in asdict(config).items():
@@ -159,4 +160,7 @@ def show(config: TrainConfig) -> None:
     except (OSError, ValueError) as error:
         typer.echo(f"drafter parameters: the target's config cannot be read ({error})")
         return
-    typer.echo(f"drafter parameters: {parameter_count(drafter_shape(config, text)):,}")
+    shape = drafter_shape(config, text)
+    check_start(config, shape)
+    check_weights(config)
+    typer.echo(f"drafter parameters: {parameter_count(shape):,}")

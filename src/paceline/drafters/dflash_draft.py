@@ -85,9 +85,14 @@ class DFlashDrafter:
         """Load a DFlash or DFlare folder for this target, in the target's dtype and device.
 
         ``block_size`` drafts another block than the folder says: fewer or more masks, nothing else, for
-        the block has no weights of its own. (An xPress head has: it is refused where they differ.)
+        the block has no weights of its own. (An xPress head has: it is refused for a longer one.)
         """
         config, module, d2t = load_dflash(folder, target.dtype)
+        if block_size is not None and block_size > config.max_position_embeddings:
+            raise ValueError(
+                f"a block of {block_size} does not fit into the drafter's "
+                f"{config.max_position_embeddings} positions"
+            )
         if block_size is not None:
             config = replace(config, block_size=block_size)
         _check_fit(config, target)

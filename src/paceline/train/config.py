@@ -228,6 +228,10 @@ class TrainConfig:
             )
         if not self.phases or abs(sum(p.share for p in self.phases) - 1) > 1e-6:
             raise ValueError("the shares of the phases must sum to 1")
+        if (longest := max(phase.block_size for phase in self.phases)) > self.max_tokens:
+            raise ValueError(
+                f"blocks of {longest} are longer than a text (max_tokens={self.max_tokens})"
+            )
         if self.phases[-1].block_size != self.block_size:
             last = json.dumps(
                 asdict(dataclasses.replace(self.phases[-1], block_size=self.block_size))

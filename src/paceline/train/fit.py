@@ -27,6 +27,7 @@ from paceline.train.capture import Taps
 from paceline.train.checkpoint import Origin, export, load_checkpoint, origin, save_checkpoint
 from paceline.train.config import TrainConfig
 from paceline.train.corpus import Corpus, check_corpus, read_corpus, reasons
+from paceline.train.earlier import as_it_stands, check_start, check_weights, left_behind
 from paceline.train.features import (
     FeatureRow,
     Online,
@@ -43,7 +44,7 @@ from paceline.train.policy import supervise
 from paceline.train.ranks import Ranks, join_processes, only_run
 from paceline.train.served import Served, served_estimate
 from paceline.train.sources import Source, Stopped
-from paceline.train.start import as_it_stands, check_start, drafter_shape, left_behind
+from paceline.train.start import drafter_shape
 from paceline.train.trainee import Trainee, make_trainee
 
 _LOG_EVERY = 50
@@ -232,6 +233,7 @@ def fit(
         _check_rows(corpora, target, log)
         shape = drafter_shape(config, target.config)
         check_start(config, shape)
+        check_weights(config)
         if gone := left_behind(config, shape):
             log.say(f"{config.init_from}: its {' and '.join(gone)} does not go on in this run")
         made = origin(config, target, corpora)
