@@ -10,6 +10,9 @@ short drafter's histogram alone; then the rank correlation of ceiling and gain o
     OMP_NUM_THREADS=1 python benchmarks/block_growth.py --data held-out.jsonl --out runs/growth \
         --pair 4-8=SHORT_FOLDER,WIDE_FOLDER --json growth.json
 
+A folder may say another block than its own: ``--pair cut=FOLDER+block:4,FOLDER`` is a drafter that was
+trained at the long block and cut short, so what it gains is what a perfect expansion would bring.
+
 Source: DBloom, arXiv 2608.30427 (histogram, G - L).
 """
 
@@ -27,13 +30,24 @@ from paceline.drafters.dflash import read_config
 from paceline.evaluate.preflight import Domain
 from paceline.train.growth import Histogram, growth, rounds_of, sentence, survival
 
+Seen = dict[tuple[str, int], dict[str, Histogram]]
 
-def histograms(walker: Walker, folder: str, block: int) -> dict[str, Histogram]:
+
+def histograms(walker: Walker, folder: str, block: int, seen: Seen) -> dict[str, Histogram]:
     """By source, of one drafter at one block; its own draft vocabulary and refiner are kept."""
-    found: dict[str, Histogram] = {}
-    for item, runs in walker.runs(folder, block):
-        found.setdefault(item.row.source, Histogram()).update(rounds_of(runs, block))
-    return found
+    if (folder, block) not in seen:
+        found: dict[str, Histogram] = {}
+        for item, runs in walker.runs(folder, block):
+            found.setdefault(item.row.source, Histogram()).update(rounds_of(runs, block))
+        found["all"] = sum(found.values(), Histogram())
+        seen[folder, block] = found
+    return seen[folder, block]
+
+
+def split(method: str) -> tuple[str, int]:
+    """Folder and block of ``FOLDER`` or ``FOLDER+block:N``."""
+    folder, _, block = method.partition("+block:")
+    return folder, int(block) if block else read_config(folder).block_size
 
 
 def compared(parts: dict[str, Any], old: int, new: int) -> dict[str, Any]:
@@ -50,23 +64,20 @@ def compared(parts: dict[str, Any], old: int, new: int) -> dict[str, Any]:
     return found
 
 
-def pair(walker: Walker, short: str, wide: str) -> dict[str, Any]:
+def pair(walker: Walker, methods: list[tuple[str, int]], seen: Seen) -> dict[str, Any]:
     """By source, and all of them: the short drafter and the one that was made of it.
 
-    A refiner's mixer is tied to its block, so a drafter with one has no figures of the longer block.
+    A refiner's mixer is tied to its block, so a drafter with one has no figures of a longer one.
     """
-    b, B = (read_config(folder).block_size for folder in (short, wide))
+    (short, b), (wide, B) = methods
+    theirs = read_config(short)
     every = {"short": (short, b), "wide": (wide, B), "wide_at_short": (wide, b)}
     every["naive"] = (short, B)
-    tied = "xpress" in read_config(short).refiners
+    tied = "xpress" in theirs.refiners and theirs.block_size < B
     parts: dict[str, Any] = {
-        what: None if tied and what == "naive" else histograms(walker, *of)
+        what: None if tied and what == "naive" else histograms(walker, *of, seen)
         for what, of in every.items()
     }
-    sources = sorted(parts["short"])
-    for part in parts.values():
-        if part is not None:
-            part["all"] = sum(part.values(), Histogram())
     return {
         source: compared(
             {
@@ -76,7 +87,7 @@ def pair(walker: Walker, short: str, wide: str) -> dict[str, Any]:
             b,
             B,
         )
-        for source in [*sources, "all"]
+        for source in parts["short"]
     }
 
 
@@ -110,14 +121,16 @@ def main() -> None:
     options = parser.parse_args()
     walker = Walker(options.data, options.out)
     found: dict[str, Any] = {}
+    seen: Seen = {}
     points: list[tuple[float, float]] = []
     for text in options.pair:
         name, folders = text.split("=", 1)
-        found[name] = pair(walker, *folders.split(","))
+        methods = [split(method) for method in folders.split(",")]
+        found[name] = pair(walker, methods, seen)
         points += [
             (one["ceiling_before"], one["gain"]) for s, one in found[name].items() if s != "all"
         ]
-        b, B = (read_config(folder).block_size for folder in folders.split(","))
+        (_, b), (_, B) = methods
         for source, one in found[name].items():
             naive = f"naive {one['tau_naive']:.2f}, " if "tau_naive" in one else ""
             promised = f"; gain {one['gain']:+.2f}, promised {one['promised']:.2f}"
