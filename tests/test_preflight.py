@@ -288,8 +288,11 @@ def test_the_command_reads_an_engine_and_refuses_what_it_cannot(tmp_path: Path) 
     assert CliRunner().invoke(app, call).exit_code == 0 and json.loads(out.read_text()) == again
     for extra, message in (
         (["--longer-block", "8"], "more than the drafter's 8"),
-        (["--tasks", "gsm8k"], "not both"),
-        (["--limit", "3"], "not both"),
+        (["--tasks", "builtin"], "leave out --tasks"),
+        (["--limit", "3"], "leave out --limit"),
+        (["--method", "dflash+block:4"], "leave out --method"),
+        (["--target", "smollm2"], "leave out --target"),
+        (["--max-new-tokens", "9"], "leave out --max-new-tokens"),
         (["--png", str(out)], "both name"),
         (["--metrics", str(page), "--metrics", str(page)], "one scrape, or two"),
     ):

@@ -27,7 +27,13 @@ MetricsOption = Annotated[
 ]
 
 
+OF_PROMPTS = (
+    "target method tasks tasks_dir limit max_new_tokens temperature batch_size dtype".split()
+)
+
+
 def preflight(
+    context: typer.Context,
     target: TargetOption = "smollm2",
     method: Annotated[
         str, typer.Option(help="dflash, dflash:FOLDER, with +xpress perhaps.")
@@ -67,8 +73,7 @@ def preflight(
 
         torch.set_num_threads(threads)
     if metrics:
-        if tasks != "builtin" or tasks_dir is not None or limit is not None:
-            raise ValueError("give --metrics or --tasks (and --limit), not both")
+        _refuse_given(context)
         domains, costs, longer = _of_engine(metrics, longer_block)
         arguments: dict[str, Any] = {"metrics": [file.name for file in metrics]}
     else:
@@ -86,6 +91,16 @@ def preflight(
         from paceline.evaluate.preflight_chart import draw
 
         draw(png, found)
+
+
+def _refuse_given(context: typer.Context) -> None:
+    for name in OF_PROMPTS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"--metrics is counted traffic and decodes nothing: leave out {option}"
+            )
 
 
 def _longer(block: int, wanted: int | None) -> int:
